@@ -1,0 +1,1 @@
+"""Where all speed lives: each engine serves many mechanisms."""

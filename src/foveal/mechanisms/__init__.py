@@ -1,0 +1,1 @@
+"""One file per mechanism; the registry finds them by file name."""

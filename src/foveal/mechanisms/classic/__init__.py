@@ -1,0 +1,1 @@
+"""Softmax attention as it is commonly used."""

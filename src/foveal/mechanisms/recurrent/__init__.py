@@ -1,0 +1,1 @@
+"""Linear recurrences with decay or erasure."""

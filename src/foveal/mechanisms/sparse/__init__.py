@@ -1,0 +1,1 @@
+"""Softmax over a part of the keys."""

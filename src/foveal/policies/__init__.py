@@ -1,0 +1,1 @@
+"""One file per KV-cache policy; the registry finds them by file name."""

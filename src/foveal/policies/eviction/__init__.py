@@ -1,0 +1,1 @@
+"""Policies that drop cached entries for good."""

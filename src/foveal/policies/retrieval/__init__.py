@@ -1,0 +1,1 @@
+"""Policies that keep everything and read a part at each step."""

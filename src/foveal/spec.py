@@ -1,0 +1,189 @@
+"""What a mechanism or a policy is: a card, its settings, its extra tensors and one float64 definition."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from foveal import registry
+
+if TYPE_CHECKING:
+    from foveal.call import Call, Result
+
+
+@dataclasses.dataclass(frozen=True)
+class Paper:
+    """Where a method comes from.
+
+    Args:
+        arxiv: arXiv identifier, ``"2412.06464"``; empty for a paper that is not on arXiv.
+        title: title as printed.
+        authors: first authors, ``"Yang, Kautz, Hatamizadeh"`` or ``"Lu et al."``.
+        year: year of the first version.
+        url: address of a paper that is not on arXiv.
+
+    Raises:
+        ValueError: if there is neither a well-formed arXiv identifier nor an address.
+    """
+
+    arxiv: str
+    title: str
+    authors: str
+    year: int
+    url: str = ""
+
+    def __post_init__(self) -> None:
+        if not (self.url or re.fullmatch(r"\d{4}\.\d{4,5}", self.arxiv)):
+            raise ValueError(f"paper: arxiv is {self.arxiv!r}, expected an identifier such as '2412.06464' or a url")
+
+    @property
+    def link(self) -> str:
+        """Address of the paper."""
+        return self.url or f"https://arxiv.org/abs/{self.arxiv}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Leading-order work per query head, as expressions in T, K, V and the mechanism's settings.
+
+    Args:
+        train: multiply-adds for a sequence of T tokens.
+        decode: multiply-adds for one more token after T.
+        state: numbers kept for decoding after T tokens.
+    """
+
+    train: str
+    decode: str
+    state: str
+
+    def evaluate(self, expression: str, sizes: dict[str, Any]) -> float:
+        """The value of one of the three expressions at the given sizes and settings."""
+        allowed = {"min": min, "max": max, "__builtins__": {}}
+        return float(eval(getattr(self, expression), allowed, sizes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """One extra tensor of a mechanism: its axes, its legal range and what it means.
+
+    Args:
+        shape: axes by name, ``"B H T"``; see :mod:`foveal.checks` for the names.
+        low, high: legal range; it also tells ``AttentionLayer`` which activation produces the tensor.
+        doc: one line.
+        optional: whether the mechanism works without it.
+
+    An input with a T axis is a gate that ``AttentionLayer`` computes from the hidden state; one without
+    is a parameter that the layer owns.
+    """
+
+    shape: str
+    low: float = float("-inf")
+    high: float = float("inf")
+    doc: str = ""
+    optional: bool = False
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the axes in order."""
+        return tuple(self.shape.split())
+
+    def activation(self, x: Tensor) -> Tensor:
+        """A smooth map from all real numbers onto the legal range."""
+        softplus = torch.nn.functional.softplus
+        if self.low > float("-inf") and self.high < float("inf"):
+            return self.low + (self.high - self.low) * x.sigmoid()
+        if self.high < float("inf"):
+            return self.high - softplus(x)
+        if self.low > float("-inf"):
+            return self.low + softplus(x)
+        return x
+
+    def sample(self, sizes: dict[str, int], generator: torch.Generator, dtype: torch.dtype = torch.float64) -> Tensor:
+        """A random tensor of the declared shape inside the legal range."""
+        shape = [sizes[axis] for axis in self.axes]
+        return self.activation(torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+class Spec:
+    """What mechanisms and policies share: a key, a card and a place in the registry.
+
+    Subclasses are frozen dataclasses; their fields are the settings. Defining one with ``name=`` registers it.
+    """
+
+    name: ClassVar[str] = ""
+    aliases: ClassVar[tuple[str, ...]] = ()
+    paper: ClassVar[Paper]
+    kind: ClassVar[str] = ""
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if name is not None:  # without a name it is an engine's base class
+            cls.name = name
+            registry.register(cls)
+
+    @classmethod
+    def settings(cls) -> dict[str, Any]:
+        """Every setting with its default value."""
+        return {f.name: f.default for f in dataclasses.fields(cls)}
+
+    def fail(self, argument: str, has: object, expected: object) -> ValueError:
+        """The error for a bad argument, worded the same way everywhere."""
+        return ValueError(f"{self.name or type(self).__name__}: {argument} has {has}, expected {expected}")
+
+
+class Mechanism(Spec):
+    """Base of every attention mechanism.
+
+    An engine's base class implements :meth:`run`; a mechanism adds the engine's terms and :meth:`definition`.
+    """
+
+    kind: ClassVar[str] = "mechanism"
+    cost: ClassVar[Cost]
+    inputs: ClassVar[dict[str, Input]] = {}
+    forms: ClassVar[tuple[str, ...]] = ()
+    engine: ClassVar[str] = ""
+    causal_modes: ClassVar[tuple[bool, ...]] = (True,)  # the first is the default
+    self_attention: ClassVar[bool] = False  # True: as many queries as keys, as in every recurrence
+    per_head: ClassVar[bool] = True  # False: heads differ or mix, and `definition` sees [H, T, .]
+    limits: ClassVar[tuple[Limit, ...]] = ()
+
+    def definition(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **extra: Any) -> Tensor:
+        """The paper's formula for one head of one sequence, in float64, in the paper's order and letters.
+
+        Shapes:
+            q [T, K], k [S, K], v [S, V] -> [T, V].  ``scale`` is a float.  Softmax mechanisms also get ``visible``
+            [T, S], True where causality and the user's mask let a query see a key.  Extra inputs lose their batch
+            and head axes.  With ``per_head = False`` every tensor keeps its head axis in front.
+
+        Padding never appears here: a hidden token does not exist.  It alone judges; no engine may import it.
+        """
+        raise NotImplementedError
+
+    def run(self, call: Call) -> Result:
+        """Compute a checked call; implemented once by each engine."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """A declared special case: with these settings and inputs a mechanism equals another one.
+
+    Args:
+        settings: settings of the mechanism that reach the limit.
+        equals: key of the other mechanism.
+        other: its settings.
+        inputs: makes the extra inputs of both from the drawn ones: ``f(x) -> (own, theirs)``.
+        why: one line for the docs.
+    """
+
+    settings: dict[str, Any]
+    equals: str
+    other: dict[str, Any] = dataclasses.field(default_factory=dict)
+    inputs: Callable[[dict[str, Tensor]], tuple[dict[str, Tensor], dict[str, Tensor]]] | None = None
+    why: str = ""
