@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from foveal import registry
+from foveal.call import Backend, Call, Result, choose
 
 if TYPE_CHECKING:
-    from foveal.call import Call, Result
+    from foveal.state import State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +74,10 @@ class Input:
 
     Args:
         shape: axes by name, ``"B H T"``; see :mod:`foveal.checks` for the names.
-        low, high: legal range; it also tells ``AttentionLayer`` which activation produces the tensor.
+        low, high: usual range; it tells ``AttentionLayer`` which activation produces the tensor.
         doc: one line.
         optional: whether the mechanism works without it.
+        accepted: legal range, where it is wider than the usual one.
 
     An input with a T axis is a gate that ``AttentionLayer`` computes from the hidden state; one without
     is a parameter that the layer owns.
@@ -86,6 +88,12 @@ class Input:
     high: float = float("inf")
     doc: str = ""
     optional: bool = False
+    accepted: tuple[float, float] | None = None
+
+    @property
+    def legal(self) -> tuple[float, float]:
+        """The range that is checked."""
+        return self.accepted or (self.low, self.high)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -151,6 +159,7 @@ class Mechanism(Spec):
     causal_modes: ClassVar[tuple[bool, ...]] = (True,)  # the first is the default
     self_attention: ClassVar[bool] = False  # True: as many queries as keys, as in every recurrence
     per_head: ClassVar[bool] = True  # False: heads differ or mix, and `definition` sees [H, T, .]
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # settings that make a short sequence interesting
     limits: ClassVar[tuple[Limit, ...]] = ()
 
     def definition(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **extra: Any) -> Tensor:
@@ -165,9 +174,17 @@ class Mechanism(Spec):
         """
         raise NotImplementedError
 
-    def run(self, call: Call) -> Result:
-        """Compute a checked call; implemented once by each engine."""
+    def backends(self, call: Call) -> list[Backend]:
+        """Who can run this call, best first, and why the others cannot; implemented once by each engine."""
         raise NotImplementedError
+
+    def check_state(self, state: State, call: Call, rows: int) -> None:
+        """Refuse a state that does not belong to this call of ``rows`` sequences; implemented by each engine."""
+        raise NotImplementedError
+
+    def run(self, call: Call) -> Result:
+        """Compute a checked call on the backend asked for, or the best one."""
+        return choose(self.backends(call), call, self.name).run(call)
 
 
 @dataclasses.dataclass(frozen=True)

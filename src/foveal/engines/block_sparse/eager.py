@@ -1,0 +1,212 @@
+"""The torch forms of block-sparse attention: masked over all keys, and block by block over the queries that chose it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from foveal.call import Call, Result
+from foveal.engines.softmax.eager import final_state, grouped, skip_hidden, softmax, with_state
+from foveal.precision import upcast
+
+if TYPE_CHECKING:
+    from foveal.engines.block_sparse import BlockSparse, Blocks
+
+SCORES = 1 << 22  # scores per slab of tiles: 16 MB in fp32
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where each slot of the blocks comes from.
+
+    Args:
+        slot: index into S of each block slot, [B or 1, N, block].
+        real: whether the slot holds a real token, bool [B or 1, N, block].
+        position: [N, block].
+        part: [N].
+    """
+
+    slot: Tensor
+    real: Tensor
+    position: Tensor
+    part: Tensor
+
+    def take(self, x: Tensor) -> Tensor:
+        """Keys or values [B, G, S, X] as blocks [B, G, N, block, X], 0 in empty slots."""
+        B, G, _, X = x.shape
+        index = self.slot.expand(B, *self.slot.shape[1:]).reshape(B, 1, -1, 1).expand(B, G, -1, X)
+        return x.gather(2, index).unflatten(2, self.position.shape).where(self.real[:, None, ..., None], 0)
+
+
+def run(spec: BlockSparse, call: Call) -> Result:
+    """Choose blocks, then attend to them; fp32 for half precision."""
+    call = skip_hidden(with_state(call))
+    state = final_state(spec, call) if call.want_state else None
+    call = call.replace(q=upcast(call.q), k=upcast(call.k), v=upcast(call.v))
+    B, H, T, _ = call.q.shape
+    if call.k.shape[2] == 0 or T == 0:
+        lse = call.q.new_full((B, H, T), -torch.inf) if call.want_lse else None
+        return Result(call.v.new_zeros(B, H, T, call.v.shape[-1]) + 0 * call.q.sum(), state, lse)
+    layout = lay_out(spec, call)
+    blocks = as_blocks(call, layout)
+    position = call.positions().q
+    inputs = {name: x.to(call.q.dtype) for name, x in call.inputs.items()}
+    chosen = spec.select(call.q, blocks, position, **inputs)
+    chosen = (chosen & (blocks.first <= position)).expand(B, H, T, -1)
+    compute = parallel if call.form == "parallel" else chunked
+    output, lse = compute(spec, call, layout, blocks.k, chosen, position)
+    return Result(output, state, lse if call.want_lse else None)
+
+
+def lay_out(spec: BlockSparse, call: Call) -> Layout:
+    """Cut every layout of the mechanism into blocks; positions count real tokens, so padding is squeezed out."""
+    S, size, device = call.k.shape[2], spec.block_size, call.k.device
+    orders = [torch.nn.functional.pad(order, (0, -len(order) % size), value=-1) for order in spec.layouts(S)]
+    part = torch.cat([torch.full((len(order) // size,), n) for n, order in enumerate(orders)]).to(device)
+    position = torch.cat(orders).to(device).unflatten(0, (-1, size))
+    slot, real = position.clamp(min=0)[None], (position >= 0)[None]
+    if call.padding is not None:
+        order = (~call.padding).to(torch.int8).argsort(dim=-1, stable=True)  # real tokens first, in their order
+        count = call.padding.sum(-1)[:, None, None]
+        real = real & (slot < count)
+        slot = order.gather(1, slot.expand(len(order), *slot.shape[1:]).flatten(1)).unflatten(1, position.shape)
+    return Layout(slot, real, position, part)
+
+
+def as_blocks(call: Call, layout: Layout) -> Blocks:
+    """The keys in blocks, for the mechanism's choice and for the kernel."""
+    from foveal.engines.block_sparse import Blocks
+
+    B, H = call.q.shape[:2]
+    head = torch.arange(H, device=call.q.device)[:, None, None]
+    real = layout.real.expand(B, *layout.real.shape[1:])
+    return Blocks(layout.take(call.k), real, layout.position, layout.part, head)
+
+
+def parallel(
+    spec: BlockSparse, call: Call, layout: Layout, k: Tensor, chosen: Tensor, position: Tensor
+) -> tuple[Tensor, Tensor]:
+    """All scores at once over the laid-out keys: O(T S) work and memory."""
+    B, H, T, _ = chosen.shape
+    size = spec.block_size
+    key, real = layout.position.flatten(), layout.real.flatten(1)[:, None, None]
+    visible = chosen.repeat_interleave(size, -1) & real & (key <= position)
+    head = torch.arange(H, device=k.device)[:, None, None]
+    sees = spec.sees(position, key, layout.part.repeat_interleave(size), head)
+    if sees is not None:
+        visible = visible & sees
+    slot = layout.slot.flatten(1)[:, None, None]
+    scores = grouped(call.q * call.scale, k.flatten(2, 3).mT)
+    if call.bias is not None:
+        scores = scores + call.bias.expand(B, H, T, -1).gather(-1, slot.expand(B, H, T, -1)).to(scores.dtype)
+    if call.mask is not None:
+        visible = visible & call.mask.expand(B, H, T, -1).gather(-1, slot.expand(B, H, T, -1))
+    weight, lse = softmax(scores, visible)
+    return grouped(weight, layout.take(call.v).flatten(2, 3)), lse
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Work list: pairs (query, chosen block) sorted by block and cut into tiles of one block each.
+
+    Args:
+        block: flat index (b, h, n) of each tile, [tiles].
+        query: query t of each row, [tiles, rows], -1 where a tile is not full.
+        pair_query: flat index (b, h, t) of each pair's query, [pairs].
+        pair_row: flat row (tile, row) of each pair, [pairs].
+    """
+
+    block: Tensor
+    query: Tensor
+    pair_query: Tensor
+    pair_row: Tensor
+
+
+def tiles(chosen: Tensor) -> Tiles:
+    """Group the chosen pairs of bool [B, H, T, N] by block."""
+    B, H, T, N = chosen.shape
+    b, h, n, t = chosen.permute(0, 1, 3, 2).nonzero(as_tuple=True)  # comes out sorted by block
+    group = (b * H + h) * N + n
+    count = torch.bincount(group, minlength=B * H * N)
+    used = int((count > 0).sum())
+    rows = max(1, min(128, 1 << ((len(group) - 1) // max(used, 1)).bit_length()))
+    per_group = (count + rows - 1) // rows
+    start = count.cumsum(0) - count
+    rank = torch.arange(len(group), device=group.device) - start[group]
+    tile = (per_group.cumsum(0) - per_group)[group] + rank // rows
+    row = tile * rows + rank % rows
+    block = torch.arange(B * H * N, device=group.device).repeat_interleave(per_group)
+    query = t.new_full((len(block) * rows,), -1).scatter(0, row, t).unflatten(0, (-1, rows))
+    return Tiles(block, query, (b * H + h) * T + t, row)
+
+
+def chunked(
+    spec: BlockSparse, call: Call, layout: Layout, k: Tensor, chosen: Tensor, position: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Only chosen pairs: each tile is one block of keys and queries that chose it; partial softmaxes merge by lse."""
+    B, H, T, N = chosen.shape
+    work = tiles(chosen)
+    v = layout.take(call.v)
+    rows = work.query.shape[1]
+    step = max(1, SCORES // max(rows * spec.block_size, 1))
+    parts = [
+        tile_attention(spec, call, layout, k, v, position, work.block[i : i + step], work.query[i : i + step], (H, N))
+        for i in range(0, len(work.block), step)
+    ]
+    if not parts:
+        return call.v.new_zeros(B, H, T, v.shape[-1]), call.q.new_full((B, H, T), -torch.inf)
+    output = torch.cat([o for o, _ in parts]).flatten(0, 1)[work.pair_row]
+    lse = torch.cat([x for _, x in parts]).flatten()[work.pair_row]
+    return merge(output, lse, work.pair_query, (B, H, T))
+
+
+def tile_attention(
+    spec: BlockSparse,
+    call: Call,
+    layout: Layout,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    block: Tensor,
+    query: Tensor,
+    axes: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of each tile's queries over its block: output [tiles, rows, V], lse [tiles, rows]."""
+    H, N = axes
+    n, h, b = block % N, block // N % H, block // (N * H)
+    g, t = h // call.group, query.clamp(min=0)
+    q = call.q[b[:, None], h[:, None], t]
+    scores = (q * call.scale) @ k[b, g, n].mT
+    key, own = layout.position[n][:, None], position.expand(len(call.q), -1, -1, -1)[b[:, None], 0, t]
+    real = layout.real.expand(len(call.q), -1, -1)[b, n]
+    visible = real[:, None] & (query >= 0)[..., None] & (key <= own)
+    sees = spec.sees(own, key, layout.part[n][:, None, None], h[:, None, None])
+    if sees is not None:
+        visible = visible & sees
+    if call.mask is not None or call.bias is not None:
+        slot = layout.slot.expand(len(call.q), -1, -1)[b, n][:, None]
+        place = (b[:, None, None], h[:, None, None], t[..., None], slot)
+        full = (*call.q.shape[:3], call.k.shape[2])
+        if call.bias is not None:
+            scores = scores + call.bias.expand(full)[place].to(scores.dtype)
+        if call.mask is not None:
+            visible = visible & call.mask.expand(full)[place]
+    weight, lse = softmax(scores, visible)
+    return weight @ v[b, g, n], lse
+
+
+def merge(output: Tensor, lse: Tensor, query: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """Add up partial softmaxes [pairs, V] with their lse [pairs] per query: weights exp(lse - largest)."""
+    total = shape[0] * shape[1] * shape[2]
+    peak = lse.new_full((total,), -torch.inf).scatter_reduce(0, query, lse.detach(), "amax")
+    peak = peak.masked_fill(peak == -torch.inf, 0.0)
+    weight = (lse - peak[query]).exp()
+    mass = lse.new_zeros(total).index_add(0, query, weight)
+    empty = mass == 0
+    mass = mass.masked_fill(empty, 1.0)
+    summed = output.new_zeros(total, output.shape[-1]).index_add(0, query, weight[:, None] * output)
+    merged = (summed / mass[:, None]).view(*shape, -1)
+    return merged, (mass.log() + peak).masked_fill(empty, -torch.inf).view(shape)

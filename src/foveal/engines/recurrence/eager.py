@@ -1,0 +1,186 @@
+"""The torch forms of the recurrence: step by step, in chunks, and all at once.
+
+No exponent above 0 is ever formed: decays enter as sums over the tokens between two positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from foveal.call import Call, Result
+from foveal.precision import upcast
+from foveal.state import RecurrentState
+
+if TYPE_CHECKING:
+    from foveal.engines.recurrence import Recurrence, Terms
+
+CHUNK = 64
+BLOCK = 16  # rows whose decays are compared channel by channel
+FLOOR = -1e6  # exp of it is 0 in float64, yet sums of it stay finite where -inf would give -inf - -inf
+
+
+def run(spec: Recurrence, call: Call) -> Result:
+    """Compute a call in fp32 (float64 for float64), whatever the inputs' precision."""
+    terms = prepare(spec, call)
+    state = initial(terms, call)
+    T = call.q.shape[2]
+    form = call.form or ("recurrent" if T == 1 else "chunked")
+    if T == 0:
+        output = terms.value
+    elif form == "recurrent":
+        output, state = scan(terms, state)
+    else:
+        output, state = chunks(terms, state, T if form == "parallel" else min(CHUNK, T))
+    final = None
+    if terms.normalize:
+        final = RecurrentState(state[..., :-1], state[..., -1]) if call.want_state else None
+        output = ratio(output[..., :-1], output[..., -1:])
+    elif call.want_state:
+        final = RecurrentState(state)
+    return Result(output if terms.skip is None else output + terms.skip, final)
+
+
+def prepare(spec: Recurrence, call: Call) -> Terms:
+    """The mechanism's terms in computing precision, padding frozen, the normaliser as one more value column."""
+    k, v = (x.repeat_interleave(call.group, 1) if call.group > 1 else x for x in (call.k, call.v))
+    q, k, v = upcast(call.q), upcast(k), upcast(v)
+    terms = spec.terms(q, k, v, **{name: x.to(q.dtype) for name, x in call.inputs.items()})
+    terms = dataclasses.replace(terms, read=terms.read * call.scale)
+    if terms.normalize:
+        terms = dataclasses.replace(terms, value=torch.cat((terms.value, torch.ones_like(terms.value[..., :1])), -1))
+    if terms.log_decay is not None:
+        terms = dataclasses.replace(terms, log_decay=terms.log_decay.clamp(min=FLOOR))
+    if call.padding is None:
+        return terms
+    real = call.padding[:, None, :, None]
+    return terms.map(lambda x: x.where(real, 0))  # a hidden token neither reads, writes, erases nor decays
+
+
+def initial(terms: Terms, call: Call) -> Tensor:
+    """S_0, with the normaliser as its last column where there is one."""
+    if call.state is None:
+        B, H, _, K = terms.write.shape
+        return terms.value.new_zeros(B, H, K, terms.value.shape[-1])
+    assert isinstance(call.state, RecurrentState)
+    matrix = call.state.matrix.to(terms.value.dtype)
+    if not terms.normalize:
+        return matrix
+    normalizer = call.state.normalizer
+    if normalizer is None:
+        raise ValueError("initial_state: has no normalizer, expected the state of a mechanism that divides by one")
+    return torch.cat((matrix, normalizer.to(matrix.dtype)[..., None]), -1)
+
+
+def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Their quotient, 0 with gradient 0 where nothing was written yet."""
+    empty = denominator == 0
+    return (numerator / denominator.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
+
+
+def scan(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token after the other: T steps of K V work."""
+    outputs = []
+    read, write, value = terms.read.unbind(2), terms.write.unbind(2), terms.value.unbind(2)
+    decay = None if terms.log_decay is None else terms.log_decay.exp().unbind(2)
+    erase = None if terms.erase is None else tuple(x.unbind(2) for x in terms.erase)
+    for t in range(len(read)):
+        if decay is not None:
+            state = decay[t][..., None] * state
+        update = write[t][..., None] * value[t][..., None, :]
+        if erase is not None:
+            update = update - erase[0][t][..., None] * (erase[1][t][..., None, :] @ state)
+        state = state + update
+        outputs.append((read[t][..., None, :] @ state).squeeze(-2))
+    return torch.stack(outputs, 2), state
+
+
+def chunks(terms: Terms, state: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """All chunks at once up to the state that enters each; the loop over chunks is one small product."""
+    T = terms.read.shape[2]
+    rest = -T % size
+    if rest:
+        terms = terms.map(lambda x: torch.nn.functional.pad(x, (0, 0, 0, rest)))
+    terms = terms.map(lambda x: x.unflatten(2, (-1, size)))
+    decay = Decay(terms.log_decay)
+    read, write, value = terms.read, terms.write, terms.value
+    outputs = decay.pairs(read, write, strict=False) @ value
+    gain = decay.since_start(read)
+    carried = decay.until_end(write).mT @ value
+    keep = None
+    if terms.erase is not None:
+        u, w = terms.erase
+        # e = what each token erases, linear in the state that enters the chunk: e = from_state S + from_values
+        system = torch.cat((decay.since_start(w), decay.pairs(w, write, strict=True) @ value), -1)
+        solved = torch.linalg.solve_triangular(
+            decay.pairs(w, u, strict=True), system, upper=False, unitriangular=True
+        )
+        from_state, from_values = solved.split((w.shape[-1], value.shape[-1]), -1)
+        read_erased, last_erased = decay.pairs(read, u, strict=False), decay.until_end(u).mT
+        outputs = outputs - read_erased @ from_values
+        gain = gain - read_erased @ from_state
+        carried = carried - last_erased @ from_values
+        keep = -(last_erased @ from_state)
+    total = decay.total()
+    entering = []
+    kept = None if keep is None else keep.unbind(2)
+    totals = None if total is None else total.unbind(2)
+    for n, new in enumerate(carried.unbind(2)):
+        entering.append(state)
+        grown = new if kept is None else new + kept[n] @ state
+        state = grown + (state if totals is None else totals[n] * state)
+    outputs = outputs + gain @ torch.stack(entering, 2)
+    return outputs.flatten(2, 3)[:, :, :T], state
+
+
+class Decay:
+    """Products of decays between positions of a chunk, [..., C, 1 or K], and what they do to vectors.
+
+    Sums run in float64, where the difference of two sums of up to C decays keeps its digits even after a decay
+    of -1e4; what is returned is back in the vectors' precision.
+    """
+
+    def __init__(self, log_decay: Tensor | None) -> None:
+        self.sums = None if log_decay is None else log_decay.double().cumsum(-2)
+        self.dtype = None if log_decay is None else log_decay.dtype
+
+    def total(self) -> Tensor | None:
+        """Decay over the whole chunk, [..., 1 or K, 1]."""
+        return None if self.sums is None else self.sums[..., -1, :, None].exp().to(self.dtype)
+
+    def since_start(self, x: Tensor) -> Tensor:
+        """Each row times the decay from the start of the chunk up to and including its token."""
+        return x if self.sums is None else x * self.sums.exp().to(x.dtype)
+
+    def until_end(self, x: Tensor) -> Tensor:
+        """Each row times the decay after its token up to the end of the chunk."""
+        return x if self.sums is None else x * (self.sums[..., -1:, :] - self.sums).exp().to(x.dtype)
+
+    def pairs(self, left: Tensor, right: Tensor, *, strict: bool) -> Tensor:
+        """A_ts = sum_k left_tk right_sk exp(sum of decays in (s, t]) for s <= t (s < t if strict), else 0."""
+        C, offset = left.shape[-2], -1 if strict else 0
+        if self.sums is None:
+            return (left @ right.mT).tril(offset)
+        past = torch.ones(C, C, dtype=torch.bool, device=left.device).tril(offset)
+        if self.sums.shape[-1] == 1:
+            between = self.sums - self.sums.mT
+            return (left @ right.mT) * between.masked_fill(~past, -torch.inf).exp().to(left.dtype)
+        rows = []
+        for start in range(0, C, BLOCK):
+            stop = min(start + BLOCK, C)
+            here = self.sums[..., start:stop, :]
+            between = here[..., :, None, :] - here[..., None, :, :]
+            near = between.masked_fill(~past[start:stop, start:stop, None], -torch.inf).exp().to(left.dtype)
+            own = (left[..., start:stop, None, :] * near * right[..., None, start:stop, :]).sum(-1)
+            pieces = [own, own.new_zeros(*own.shape[:-1], C - stop)]
+            if start:
+                # both exponents are <= 0: the anchor stands between the two tokens
+                anchor = self.sums[..., start - 1 : start, :]
+                late = left[..., start:stop, :] * (here - anchor).exp().to(left.dtype)
+                early = right[..., :start, :] * (anchor - self.sums[..., :start, :]).exp().to(left.dtype)
+                pieces.insert(0, late @ early.mT)
+            rows.append(torch.cat(pieces, -1))
+        return torch.cat(rows, -2)

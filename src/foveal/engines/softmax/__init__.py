@@ -1,0 +1,64 @@
+"""Softmax attention over all visible keys, exact, with score and mask functions as terms.
+
+.. math::
+    o_t = \\sum_{j \\in V_t} \\frac{\\exp(s_{tj})}{\\sum_{i \\in V_t} \\exp(s_{ti}) + \\exp(z_h)} v_j,
+    \\qquad s_{tj} = f(\\mathrm{scale}\\; q_t^\\top k_j) + b_{tj}
+
+The derivation of the tiled form stands in the README beside this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from torch import Tensor
+
+from foveal.call import Backend, Call, Positions
+from foveal.engines.softmax import backends
+from foveal.spec import Mechanism
+from foveal.state import KeyValueState, State
+
+ScoreMod = Callable[[Tensor, Positions], Tensor]
+MaskMod = Callable[[Positions], Tensor]
+
+
+class SoftmaxAttention(Mechanism):
+    """Base of mechanisms that weigh every visible key by a softmax.  Override the terms that differ from plain."""
+
+    engine: ClassVar[str] = "softmax"
+    forms: ClassVar[tuple[str, ...]] = ("parallel", "chunked")
+    causal_modes: ClassVar[tuple[bool, ...]] = (True, False)
+
+    def score_mod(self, **inputs: Tensor) -> ScoreMod | None:
+        """Change of the scaled scores [B, H, T, S], or None for none."""
+        return None
+
+    def mask_mod(self, **inputs: Tensor) -> MaskMod | None:
+        """Which keys may be seen beside causality and the user's mask, or None for all."""
+        return None
+
+    def sink_logits(self, **inputs: Tensor) -> Tensor | None:
+        """z [H], a logit without a value that takes part in every row's sum, or None."""
+        return None
+
+    def reach(self) -> tuple[int | None, int | None]:
+        """How many positions before and after its own a query can see at most; None is no limit."""
+        return None, None
+
+    def always_visible(self) -> int:
+        """How many of the first keys stay visible beyond the reach."""
+        return 0
+
+    def backends(self, call: Call) -> list[Backend]:
+        """SDPA for what it knows, our tiled form for the rest."""
+        return backends.backends(self, call)
+
+    def check_state(self, state: State, call: Call, rows: int) -> None:
+        """Refuse a state of another engine or of other shapes."""
+        if not isinstance(state, KeyValueState):
+            raise self.fail("initial_state", type(state).__name__, "KeyValueState")
+        for name, mine, new in (("keys", state.k, call.k), ("values", state.v, call.v)):
+            have, want = (mine.shape[0], mine.shape[1], mine.shape[3]), (rows, new.shape[1], new.shape[3])
+            if have != want:
+                raise self.fail("initial_state", f"{name} with (B, G, width) = {have}", want)

@@ -1,0 +1,210 @@
+"""The torch forms of softmax attention: dense, tiled over queries, and torch's own SDPA."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from foveal.call import Call, Positions, Result
+from foveal.precision import upcast
+from foveal.state import KeyValueState
+
+if TYPE_CHECKING:
+    from foveal.engines.softmax import SoftmaxAttention
+
+TILE = 256  # queries per tile of the chunked form
+
+
+def softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Row softmax over visible scores, and its log-sum-exp; rows that see nothing give 0 and -inf, gradient 0."""
+    scores = scores.masked_fill(~visible, -torch.inf)
+    peak = scores.detach().amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
+    peak = peak.masked_fill(peak == -torch.inf, 0.0)
+    weight = (scores - peak).exp()
+    total = weight.sum(-1, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    return weight / total, (total.log() + peak).masked_fill(empty, -torch.inf).squeeze(-1)
+
+
+def grouped(left: Tensor, right: Tensor) -> Tensor:
+    """[B, H, T, X] @ [B, G, X, Y] -> [B, H, T, Y] with the heads of a group side by side: right is never expanded."""
+    B, H, T, _ = left.shape
+    G = right.shape[1]
+    if H == G:
+        return left @ right
+    return (left.reshape(B, G, -1, left.shape[-1]) @ right).view(B, H, T, right.shape[-1])
+
+
+def visibility(spec: SoftmaxAttention, call: Call, at: Positions, inputs: dict[str, Tensor]) -> Tensor:
+    """Which key each query may see, bool, broadcastable to [B, H, T, S]; the user's own mask is applied elsewhere."""
+    visible = at.k <= at.q if call.causal else (at.k == at.k) & (at.q == at.q)
+    mask_mod = spec.mask_mod(**inputs)
+    return visible if mask_mod is None else visible & mask_mod(at)
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """The keys that a tile of queries needs, with everything that belongs to them."""
+
+    k: Tensor
+    v: Tensor
+    at: Positions
+    padding: Tensor | None
+    mask: Tensor | None
+    bias: Tensor | None
+
+
+def cut(call: Call, at: Positions, queries: slice, keys: slice | Tensor) -> Keys:
+    """Everything that belongs to a tile."""
+
+    def tile(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        x = x[:, :, queries] if x.shape[2] > 1 else x
+        return x[..., keys] if x.shape[3] > 1 else x
+
+    padding = None if call.padding is None else call.padding[:, keys]
+    return Keys(
+        call.k[:, :, keys], call.v[:, :, keys], at.cut(queries, keys), padding, tile(call.mask), tile(call.bias)
+    )
+
+
+def attend(spec: SoftmaxAttention, call: Call, q: Tensor, keys: Keys, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a tile, every score in memory at once."""
+    visible = visibility(spec, call, keys.at, inputs)
+    if keys.padding is not None:
+        visible = visible & keys.padding[:, None, None]
+    if keys.mask is not None:
+        visible = visible & keys.mask
+    scores = grouped(q * call.scale, keys.k.mT)
+    score_mod = spec.score_mod(**inputs)
+    if score_mod is not None:
+        scores = score_mod(scores, keys.at)
+    if keys.bias is not None:
+        scores = scores + keys.bias
+    weight, lse = softmax(scores, visible)
+    return grouped(weight, keys.v), lse
+
+
+def parallel(spec: SoftmaxAttention, call: Call, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """All scores at once: O(T S) memory."""
+    at = call.positions()
+    return attend(spec, call, call.q, cut(call, at, slice(None), slice(None)), inputs)
+
+
+def needed(spec: SoftmaxAttention, call: Call, at: Positions, queries: slice) -> slice | Tensor:
+    """The keys that a tile of queries can see at all: a slice, or indices when the first keys stay visible too."""
+    before, after = spec.reach()
+    S = call.k.shape[2]
+    if call.causal:
+        after = 0 if after is None else min(after, 0)
+    if (before is None and after is None) or S == 0:
+        return slice(0, S)
+    first, last = at.q[:, :, queries].amin(2), at.q[:, :, queries].amax(2)
+    k = at.k[:, 0]
+    if torch.compiler.is_compiling():
+        return slice(0, S)
+    start = 0 if before is None else int((k < first - before).sum(-1).min())
+    stop = S if after is None else int((k <= last + after).sum(-1).max())
+    # some of the always visible keys may stand behind padding
+    always = 0 if spec.always_visible() == 0 else int((k < spec.always_visible()).sum(-1).max())
+    if always == 0 or start <= always:
+        return slice(0 if always else start, stop)
+    return torch.cat((torch.arange(min(always, stop)), torch.arange(start, max(start, stop)))).to(k.device)
+
+
+def chunked(spec: SoftmaxAttention, call: Call, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """One tile of queries after the other, only over keys in reach: O(TILE S) memory, also in backward."""
+    at, T = call.positions(), call.q.shape[2]
+    outputs, lses = [], []
+    differentiable = torch.is_grad_enabled() and T > TILE
+    for start in range(0, max(T, 1), TILE):
+        queries = slice(start, min(start + TILE, T))
+        q, keys = call.q[:, :, queries], cut(call, at, queries, needed(spec, call, at, queries))
+        if differentiable:  # keeping every tile's weights for backward would need O(T S) memory
+            output, lse = checkpoint(attend, spec, call, q, keys, inputs, use_reentrant=False)
+        else:
+            output, lse = attend(spec, call, q, keys, inputs)
+        outputs.append(output)
+        lses.append(lse)
+    return torch.cat(outputs, 2), torch.cat(lses, 2)
+
+
+def with_state(call: Call) -> Call:
+    """The call with the keys and values of its state in front of its own."""
+    if call.state is None:
+        return call
+    assert isinstance(call.state, KeyValueState)
+    everything = call.state.extend(call.k, call.v, call.padding)
+    return call.replace(k=everything.k, v=everything.v, padding=everything.padding, state=None)
+
+
+def final_state(spec: SoftmaxAttention, call: Call) -> KeyValueState:
+    """The keys and values that a later query can still see."""
+    state = KeyValueState(call.k, call.v, call.padding)
+    before, _ = spec.reach()
+    return state if before is None or spec.always_visible() else state.last(before)
+
+
+def skip_hidden(call: Call) -> Call:
+    """Blank keys that the user's mask hides from every query, so that a NaN in them reaches nothing."""
+    hides = call.mask if call.mask is not None else None if call.bias is None else call.bias > -torch.inf
+    if hides is None or hides.requires_grad:
+        return call
+    B, H, _, S = hides.shape[0], hides.shape[1], hides.shape[2], call.k.shape[2]
+    G = call.k.shape[1]
+    seen = hides.any(2)
+    if H > 1:
+        seen = seen.view(B, G, -1, seen.shape[-1]).any(2)
+    seen = seen.expand(B, seen.shape[1], S)[..., None]
+    return call.replace(k=call.k.where(seen, 0), v=call.v.where(seen, 0))
+
+
+def run(spec: SoftmaxAttention, call: Call) -> Result:
+    """Our own forms, in fp32 for half precision."""
+    call = skip_hidden(with_state(call))
+    state = final_state(spec, call) if call.want_state else None
+    wide = call.replace(q=upcast(call.q), k=upcast(call.k), v=upcast(call.v))
+    if call.bias is not None:
+        wide = wide.replace(bias=call.bias.to(wide.q.dtype))
+    inputs = {name: x.to(wide.q.dtype) for name, x in call.inputs.items()}
+    output, lse = (parallel if call.form == "parallel" else chunked)(spec, wide, inputs)
+    sink = spec.sink_logits(**inputs)
+    if sink is not None:
+        sink = sink[:, None]
+        output = output * (lse - sink).sigmoid()[..., None]
+        lse = torch.logaddexp(lse, sink.expand_as(lse))
+    return Result(output, state, lse if call.want_lse else None)
+
+
+def sdpa(spec: SoftmaxAttention, call: Call) -> Result:
+    """Torch's own kernel."""
+    call = skip_hidden(with_state(call))
+    state = final_state(spec, call) if call.want_state else None
+    wide = call.replace(q=upcast(call.q), k=upcast(call.k), v=upcast(call.v))
+    T, S = call.q.shape[2], call.k.shape[2]
+    everything = call.padding is None and call.mask is None and call.bias is None
+    triangle = everything and call.causal and T == S
+    mask = None
+    if not triangle and not (everything and (T == 1 or not call.causal)):
+        mask = _sdpa_mask(spec, wide)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        wide.q, wide.k, wide.v, mask, is_causal=triangle, scale=call.scale, enable_gqa=call.group > 1
+    )
+    return Result(output, state)
+
+
+def _sdpa_mask(spec: SoftmaxAttention, call: Call) -> Tensor:
+    visible = visibility(spec, call, call.positions(), {})
+    if call.padding is not None:
+        visible = visible & call.padding[:, None, None]
+    if call.mask is not None:
+        visible = visible & call.mask
+    if call.bias is None:
+        return visible
+    return call.bias.to(call.q.dtype).masked_fill(~visible, -torch.inf)

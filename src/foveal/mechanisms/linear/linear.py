@@ -1,0 +1,74 @@
+"""Linear attention (linear transformer): softmax replaced by a product of feature maps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import elu
+
+from foveal.engines.recurrence import Recurrence, Terms
+from foveal.spec import Cost, Paper
+
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "elu": lambda x: elu(x) + 1,
+    "relu": torch.relu,
+    "identity": lambda x: x,
+}
+
+
+@dataclass(frozen=True)
+class Linear(Recurrence, name="linear"):
+    r"""Weigh the past by the product of positive features, so that a running sum replaces the cache.
+
+    .. math::
+        o_t = \frac{\sum_{j \le t} (\phi(q_t)^\top \phi(k_j))\, v_j}{\sum_{j \le t} \phi(q_t)^\top \phi(k_j)},
+        \qquad \phi(x) = \mathrm{elu}(x) + 1
+
+    Scores have no exponential, so rows stay flat: equal keys give the mean of the values seen so far.  With the
+    normaliser, ``scale`` cancels.
+
+    Args:
+        feature_map: phi: ``"elu"`` is elu(x) + 1, ``"relu"`` is max(x, 0), ``"identity"`` is x.
+        normalize: divide by the sum of the weights, as the paper does; without it the output is the plain sum,
+            times ``scale``.
+
+    Raises:
+        ValueError: if ``feature_map`` is unknown.
+    """
+
+    aliases: ClassVar[tuple[str, ...]] = ("linear_attention", "linear_transformer", "elu")
+    paper: ClassVar[Paper] = Paper(
+        "2006.16236",
+        "Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention",
+        "Katharopoulos, Vyas, Pappas, Fleuret",
+        2020,
+    )
+    cost: ClassVar[Cost] = Cost(train="T * (K * V + 64 * (K + V))", decode="K * V", state="K * V + K")
+    examples: ClassVar = ({}, {"normalize": False}, {"feature_map": "identity", "normalize": False})
+
+    feature_map: str = "elu"
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        if self.feature_map not in FEATURE_MAPS:
+            raise self.fail("feature_map", repr(self.feature_map), f"one of {sorted(FEATURE_MAPS)}")
+
+    def terms(self, q: Tensor, k: Tensor, v: Tensor) -> Terms:
+        phi = FEATURE_MAPS[self.feature_map]
+        return Terms(read=phi(q), write=phi(k), value=v, normalize=self.normalize)
+
+    def definition(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+        phi = {
+            "elu": lambda x: torch.where(x > 0, x + 1, x.exp()),
+            "relu": lambda x: torch.where(x > 0, x, 0 * x),
+            "identity": lambda x: x,
+        }[self.feature_map]
+        phi_q, phi_k = phi(q), phi(k)
+        weight = scale * (phi_q @ phi_k.mT).tril()
+        if self.normalize:
+            weight = weight / weight.sum(-1, keepdim=True)
+        return weight @ v

@@ -1,0 +1,143 @@
+"""What decoding carries from call to call: one class per engine, with the same handful of operations."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+S = TypeVar("S", bound="State")
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Base of decoding states: a frozen record of tensors whose first axis is the batch (or the packed sequence)."""
+
+    def map(self: S, change: Callable[[Tensor], Tensor]) -> S:
+        """The state with a function applied to each of its tensors."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return dataclasses.replace(self, **{n: change(x) for n, x in values.items() if isinstance(x, Tensor)})
+
+    def index_select(self: S, index: Tensor) -> S:
+        """The rows ``index`` of the batch in that order, as beam search needs."""
+        return self.map(lambda x: x.index_select(0, index))
+
+    def detach(self: S) -> S:
+        """The state without its history of gradients, for truncated back-propagation."""
+        return self.map(Tensor.detach)
+
+    def to(self: S, *args: Any, **kwargs: Any) -> S:
+        """The state on another device."""
+        return self.map(lambda x: x.to(*args, **kwargs))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the state's tensors take in memory, counted by storage."""
+        tensors = (getattr(self, f.name) for f in dataclasses.fields(self))
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if isinstance(x, Tensor)}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    @classmethod
+    def join(cls: type[S], states: list[S]) -> S:
+        """One state whose batch is that of all the given ones in turn."""
+        values = {}
+        for f in dataclasses.fields(cls):
+            parts = [getattr(state, f.name) for state in states]
+            values[f.name] = torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]
+        return cls(**values)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state to a new file.
+
+        Raises:
+            FileExistsError: if there is a file already.
+        """
+        with open(path, "xb") as file:
+            torch.save({"class": type(self).__name__, **dataclasses.asdict(self.map(Tensor.clone))}, file)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> State:
+        """Read a state that :meth:`save` wrote; nothing in the file is executed.
+
+        Raises:
+            ValueError: if the file holds no state.
+        """
+        content = torch.load(path, weights_only=True)
+        known = {cls.__name__: cls for cls in State.__subclasses__()}
+        if not isinstance(content, dict) or content.get("class") not in known:
+            raise ValueError(f"path: {os.fspath(path)!r} holds no state of foveal, expected a file from State.save")
+        return known[content.pop("class")](**content)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentState(State):
+    """The memory of a recurrence, fp32 (float64 for float64 inputs).
+
+    Args:
+        matrix: S [B, H, K, V].
+        normalizer: running sum of the writing vectors [B, H, K], for mechanisms that divide by it.
+    """
+
+    matrix: Tensor
+    normalizer: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyValueState(State):
+    """The keys and values that later queries may still see.
+
+    Args:
+        k: [B, G, S, K].
+        v: [B, G, S, V].
+        padding: bool [B, S], False where a token does not exist; None if all do.
+    """
+
+    k: Tensor
+    v: Tensor
+    padding: Tensor | None = None
+
+    def extend(self, k: Tensor, v: Tensor, padding: Tensor | None) -> KeyValueState:
+        """The state with later keys and values appended."""
+        joined = None
+        if self.padding is not None or padding is not None:
+            joined = torch.cat((self.real(), KeyValueState(k, v, padding).real()), 1)
+        return KeyValueState(torch.cat((self.k, k), 2), torch.cat((self.v, v), 2), joined)
+
+    def real(self) -> Tensor:
+        """Which tokens exist, bool [B, S]."""
+        if self.padding is not None:
+            return self.padding
+        return torch.ones(self.k.shape[0], self.k.shape[2], dtype=torch.bool, device=self.k.device)
+
+    @classmethod
+    def join(cls, states: list[KeyValueState]) -> KeyValueState:
+        """One state for all batches in turn; shorter ones get padding in front."""
+        longest = max(state.k.shape[2] for state in states)
+
+        def front(x: Tensor, axis: int) -> Tensor:
+            shape = list(x.shape)
+            shape[axis] = longest - shape[axis]
+            return torch.cat((x.new_zeros(shape), x), axis)
+
+        return cls(
+            torch.cat([front(state.k, 2) for state in states]),
+            torch.cat([front(state.v, 2) for state in states]),
+            torch.cat([front(state.real(), 1) for state in states]),
+        )
+
+    def last(self, count: int) -> KeyValueState:
+        """The state with all but the last ``count`` real keys of each row forgotten, in memory of its own."""
+        S = self.k.shape[2]
+        start = max(S - count, 0)
+        if self.padding is not None:
+            # the row that needs to look back furthest over its padding decides for all
+            later = self.padding.flip(1).cumsum(1).flip(1)
+            start = int((later > count).sum(1).min()) if S else 0
+        if start == 0:
+            return self
+        padding = None if self.padding is None else self.padding[:, start:].clone()
+        return KeyValueState(self.k[:, :, start:].clone(), self.v[:, :, start:].clone(), padding)
