@@ -98,7 +98,9 @@ def attention(
     swapped = checks.layout(layout, q, spec)
     tensors = {"q": q, "k": k, "v": v} | checks.inputs_by_name(spec, inputs)
     if swapped:
-        tensors = {name: _swap(x, ("B", "H") if name in AXES_QKV else spec.inputs[name].axes) for name, x in tensors.items()}
+        tensors = {
+            name: _swap(x, ("B", "H") if name in AXES_QKV else spec.inputs[name].axes) for name, x in tensors.items()
+        }
     call = _call(spec, tensors, causal=causal, mask=mask, scale=scale, form=form, backend=backend)
     call = call.replace(state=initial_state, want_state=output_final_state, want_lse=return_lse)
     _check_state(spec, call, cu_seqlens)
@@ -107,7 +109,10 @@ def attention(
     weights = _weights(spec, call, marks) if return_weights else None
     output, lse = result.output.to(q.dtype), result.lse
     if swapped:
-        output, lse, weights = output.transpose(1, 2), *(None if x is None else x.transpose(1, 2) for x in (lse, weights))
+        output, lse, weights = (
+            output.transpose(1, 2),
+            *(None if x is None else x.transpose(1, 2) for x in (lse, weights)),
+        )
     if output_final_state or return_lse or return_weights:
         return Attention(output, result.state, lse, weights)
     return output
@@ -162,7 +167,9 @@ def _check_state(spec: Mechanism, call: Call, cu_seqlens: Tensor | None) -> None
     if not isinstance(state, State):
         raise TypeError(f"{spec.name}: initial_state is {type(state).__name__}, expected a state of an earlier call")
     if call.mask is not None or call.bias is not None or call.top_left:
-        raise spec.fail("initial_state", "a mask beyond padding beside it", "at most a bool mask [B, T] of the new tokens")
+        raise spec.fail(
+            "initial_state", "a mask beyond padding beside it", "at most a bool mask [B, T] of the new tokens"
+        )
     spec.check_state(state, call, call.q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
 
 
@@ -175,7 +182,9 @@ def _marks(
             raise spec.fail("cu_seqlens_k", "boundaries for keys alone", "cu_seqlens for the queries too")
         return None
     if call.q.shape[0] != 1:
-        raise spec.fail("cu_seqlens", f"a batch of {call.q.shape[0]}", "B = 1: packed sequences lie one after the other")
+        raise spec.fail(
+            "cu_seqlens", f"a batch of {call.q.shape[0]}", "B = 1: packed sequences lie one after the other"
+        )
     if call.mask is not None or call.bias is not None:
         raise spec.fail("mask", "one value per query and key beside cu_seqlens", "a bool mask [1, S]")
     if call.top_left:
@@ -200,11 +209,11 @@ def _run_batch(spec: Mechanism, call: Call) -> Result:
     if call.padding is None:
         return spec.run(call)
     T, S = call.q.shape[2], call.k.shape[2]
-    real = call.padding[:, None, :, None]
+    padding, real = call.padding, call.padding[:, None, :, None]
     call = call.replace(k=call.k.where(real, 0), v=call.v.where(real, 0))
     if not (call.causal and T <= S) or call.top_left:
         return spec.run(call)
-    asks = call.padding[:, S - T :]
+    asks = padding[:, S - T :]
     inputs = {name: x.where(_like(asks, spec.inputs[name].axes), 0) for name, x in call.inputs.items()}
     result = spec.run(call.replace(q=call.q.where(asks[:, None, :, None], 0), inputs=inputs))
     lse = None if result.lse is None else result.lse.where(asks[:, None], -torch.inf)
@@ -215,7 +224,8 @@ def _like(asks: Tensor, axes: tuple[str, ...]) -> Tensor:
     """A [B, T] tensor shaped to broadcast against an input; inputs without a T axis have nothing to hide."""
     if "T" not in axes:
         return asks.new_ones(())
-    return asks[tuple(slice(None) if axis in "BT" else None for axis in axes)]
+    shape = [asks.shape["BT".index(axis)] if axis in "BT" else 1 for axis in axes]
+    return asks.reshape(shape)
 
 
 def _weights(spec: Mechanism, call: Call, marks: tuple[list[int], list[int]] | None) -> Tensor:

@@ -5,6 +5,7 @@ Names of axes: B batch, H query heads, G key/value heads, T queries, S keys, K k
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import TYPE_CHECKING
 
@@ -109,13 +110,15 @@ def ranges(mechanism: Mechanism, inputs: dict[str, Tensor]) -> None:
         least, most = (float(y) for y in x.detach().nan_to_num(nan=min(max(0.0, low), high)).aminmax())
         if least < low or most > high:
             bad = least if least < low else most
-            raise mechanism.fail(name, f"the value {bad:.4g}", f"{low:g} <= {name} <= {high:g} ({mechanism.inputs[name].doc})")
+            raise mechanism.fail(
+                name, f"the value {bad:.4g}", f"{low:g} <= {name} <= {high:g} ({mechanism.inputs[name].doc})"
+            )
 
 
 def scale(value: float | None, key_width: int, mechanism: Mechanism) -> float:
     """The factor of the scores: K ** -0.5 unless given."""
     if value is None:
-        return float(key_width) ** -0.5
+        return 1.0 / math.sqrt(key_width)
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise mechanism.fail("scale", repr(value), "a number, or None for K ** -0.5")
     return float(value)

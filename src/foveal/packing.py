@@ -7,6 +7,7 @@ work.  Left padding puts the last query of every sequence beside its last key: b
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ def bounds(cu_seqlens: Tensor, length: int, argument: str, mechanism: Mechanism)
     marks: list[int] = cu_seqlens.tolist()
     if marks[0] != 0 or marks[-1] != length:
         raise mechanism.fail(argument, f"ends {marks[0]} and {marks[-1]}", f"0 and the number of tokens, {length}")
-    if any(b < a for a, b in zip(marks[:-1], marks[1:], strict=True)):
+    if any(b < a for a, b in itertools.pairwise(marks)):
         raise mechanism.fail(argument, f"boundaries that decrease: {marks}", "ascending ones")
     return marks
 
@@ -51,7 +52,7 @@ class Bucket:
 
 def _slots(starts: Tensor, ends: Tensor) -> Tensor:
     width = max(int((ends - starts).max()), 1)
-    token = ends[:, None] - torch.arange(width, 0, -1, device=ends.device)
+    token: Tensor = ends[:, None] - torch.arange(width, 0, -1, device=ends.device)
     return torch.where(token >= starts[:, None], token, -1)
 
 
@@ -64,15 +65,15 @@ def buckets(query_marks: list[int], key_marks: list[int], device: torch.device) 
     cu_q, cu_k = (torch.tensor(marks, device=device) for marks in (query_marks, key_marks))
     found = []
     for members in groups.values():
-        n = torch.tensor(members, device=device)
-        found.append(Bucket(n, _slots(cu_q[n], cu_q[n + 1]), _slots(cu_k[n], cu_k[n + 1])))
+        index = torch.tensor(members, device=device)
+        found.append(Bucket(index, _slots(cu_q[index], cu_q[index + 1]), _slots(cu_k[index], cu_k[index + 1])))
     return found
 
 
 def _gather(x: Tensor, slots: Tensor, axis: int) -> Tensor:
     """Tokens of a packed [1, ...] tensor as a batch: the token axis becomes [N, length], N moves to the front."""
-    taken = x.index_select(axis, slots.clamp(min=0).flatten()).unflatten(axis, slots.shape)
-    return taken.squeeze(0).movedim(axis - 1, 0)
+    taken = x.index_select(axis, slots.clamp(min=0).flatten())
+    return taken.reshape(*x.shape[1:axis], *slots.shape, *x.shape[axis + 1 :]).movedim(axis - 1, 0)
 
 
 def run(

@@ -140,6 +140,10 @@ class Spec:
         """Every setting with its default value."""
         return {f.name: f.default for f in dataclasses.fields(cls)}
 
+    def variables(self) -> dict[str, Any]:
+        """The names that cost expressions may use: the settings of this spec, and what its engine adds."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
     def fail(self, argument: str, has: object, expected: object) -> ValueError:
         """The error for a bad argument, worded the same way everywhere."""
         return ValueError(f"{self.name or type(self).__name__}: {argument} has {has}, expected {expected}")

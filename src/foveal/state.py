@@ -129,15 +129,13 @@ class KeyValueState(State):
             torch.cat([front(state.real(), 1) for state in states]),
         )
 
-    def last(self, count: int) -> KeyValueState:
-        """The state with all but the last ``count`` real keys of each row forgotten, in memory of its own."""
-        S = self.k.shape[2]
-        start = max(S - count, 0)
-        if self.padding is not None:
-            # the row that needs to look back furthest over its padding decides for all
-            later = self.padding.flip(1).cumsum(1).flip(1)
-            start = int((later > count).sum(1).min()) if S else 0
-        if start == 0:
+    def keep(self, wanted: Tensor) -> KeyValueState:
+        """Only the wanted tokens, bool [B, S], in memory of their own; rows may keep different numbers."""
+        count = wanted.sum(1)
+        width = int(count.max()) if wanted.numel() else 0
+        if width == wanted.shape[1]:
             return self
-        padding = None if self.padding is None else self.padding[:, start:].clone()
-        return KeyValueState(self.k[:, :, start:].clone(), self.v[:, :, start:].clone(), padding)
+        order = torch.argsort(wanted.to(torch.int8), dim=1, stable=True)[:, wanted.shape[1] - width :]
+        index = order[:, None, :, None]
+        k, v = (x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (self.k, self.v))
+        return KeyValueState(k, v, None if int(count.min()) == width else wanted.gather(1, order))

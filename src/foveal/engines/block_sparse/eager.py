@@ -1,4 +1,4 @@
-"""The torch forms of block-sparse attention: masked over all keys, and block by block over the queries that chose it."""
+"""The torch forms of block-sparse attention: masked over all keys, and block by block over its readers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from foveal.engines.softmax.eager import final_state, grouped, skip_hidden, soft
 from foveal.precision import upcast
 
 if TYPE_CHECKING:
-    from foveal.engines.block_sparse import BlockSparse, Blocks
+    from foveal.engines.block_sparse import Blocks, BlockSparse
 
+ROWS = 128  # most queries in a tile
 SCORES = 1 << 22  # scores per slab of tiles: 16 MB in fp32
 
 
@@ -38,7 +39,7 @@ class Layout:
         """Keys or values [B, G, S, X] as blocks [B, G, N, block, X], 0 in empty slots."""
         B, G, _, X = x.shape
         index = self.slot.expand(B, *self.slot.shape[1:]).reshape(B, 1, -1, 1).expand(B, G, -1, X)
-        return x.gather(2, index).unflatten(2, self.position.shape).where(self.real[:, None, ..., None], 0)
+        return x.gather(2, index).view(B, G, *self.position.shape, X).where(self.real[:, None, ..., None], 0)
 
 
 def run(spec: BlockSparse, call: Call) -> Result:
@@ -66,13 +67,13 @@ def lay_out(spec: BlockSparse, call: Call) -> Layout:
     S, size, device = call.k.shape[2], spec.block_size, call.k.device
     orders = [torch.nn.functional.pad(order, (0, -len(order) % size), value=-1) for order in spec.layouts(S)]
     part = torch.cat([torch.full((len(order) // size,), n) for n, order in enumerate(orders)]).to(device)
-    position = torch.cat(orders).to(device).unflatten(0, (-1, size))
+    position = torch.cat(orders).to(device).view(-1, size)
     slot, real = position.clamp(min=0)[None], (position >= 0)[None]
     if call.padding is not None:
-        order = (~call.padding).to(torch.int8).argsort(dim=-1, stable=True)  # real tokens first, in their order
+        order = torch.argsort((~call.padding).to(torch.int8), dim=-1, stable=True)  # real tokens first, in their order
         count = call.padding.sum(-1)[:, None, None]
         real = real & (slot < count)
-        slot = order.gather(1, slot.expand(len(order), *slot.shape[1:]).flatten(1)).unflatten(1, position.shape)
+        slot = order.gather(1, slot.expand(len(order), -1, -1).flatten(1)).view(-1, *position.shape)
     return Layout(slot, real, position, part)
 
 
@@ -110,7 +111,7 @@ def parallel(
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Work list: pairs (query, chosen block) sorted by block and cut into tiles of one block each.
+    """Work list: pairs (query, chosen block) sorted by block and cut into tiles of one block and equally many rows.
 
     Args:
         block: flat index (b, h, n) of each tile, [tiles].
@@ -125,22 +126,31 @@ class Tiles:
     pair_row: Tensor
 
 
-def tiles(chosen: Tensor) -> Tiles:
-    """Group the chosen pairs of bool [B, H, T, N] by block."""
+def tiles(chosen: Tensor) -> list[Tiles]:
+    """The chosen pairs of bool [B, H, T, N], blocks that are read about equally often in one list.
+
+    A tile has as many rows as its block has readers, rounded up to a power of two: at most half of it is empty.
+    """
     B, H, T, N = chosen.shape
     b, h, n, t = chosen.permute(0, 1, 3, 2).nonzero(as_tuple=True)  # comes out sorted by block
-    group = (b * H + h) * N + n
-    count = torch.bincount(group, minlength=B * H * N)
-    used = int((count > 0).sum())
-    rows = max(1, min(128, 1 << ((len(group) - 1) // max(used, 1)).bit_length()))
-    per_group = (count + rows - 1) // rows
-    start = count.cumsum(0) - count
-    rank = torch.arange(len(group), device=group.device) - start[group]
-    tile = (per_group.cumsum(0) - per_group)[group] + rank // rows
-    row = tile * rows + rank % rows
-    block = torch.arange(B * H * N, device=group.device).repeat_interleave(per_group)
-    query = t.new_full((len(block) * rows,), -1).scatter(0, row, t).unflatten(0, (-1, rows))
-    return Tiles(block, query, (b * H + h) * T + t, row)
+    block = (b * H + h) * N + n
+    count = torch.bincount(block, minlength=B * H * N)
+    rank = torch.arange(len(block), device=block.device) - (count.cumsum(0) - count)[block]
+    found = []
+    for exponent in range(ROWS.bit_length()):
+        rows = 1 << exponent
+        low, high = rows // 2, T if rows == ROWS else rows
+        alike = (count > low) & (count <= high)
+        per_block = torch.where(alike, (count + rows - 1) // rows, 0)
+        pair = alike[block]
+        if not bool(pair.any()):
+            continue
+        tile = (per_block.cumsum(0) - per_block)[block[pair]] + rank[pair] // rows
+        row = tile * rows + rank[pair] % rows
+        number = torch.arange(B * H * N, device=block.device).repeat_interleave(per_block)
+        query = t.new_full((len(number) * rows,), -1).scatter(0, row, t[pair]).view(-1, rows)
+        found.append(Tiles(number, query, ((b * H + h) * T + t)[pair], row))
+    return found
 
 
 def chunked(
@@ -148,19 +158,19 @@ def chunked(
 ) -> tuple[Tensor, Tensor]:
     """Only chosen pairs: each tile is one block of keys and queries that chose it; partial softmaxes merge by lse."""
     B, H, T, N = chosen.shape
-    work = tiles(chosen)
-    v = layout.take(call.v)
-    rows = work.query.shape[1]
-    step = max(1, SCORES // max(rows * spec.block_size, 1))
-    parts = [
-        tile_attention(spec, call, layout, k, v, position, work.block[i : i + step], work.query[i : i + step], (H, N))
-        for i in range(0, len(work.block), step)
-    ]
-    if not parts:
+    v, outputs, lses, queries = layout.take(call.v), [], [], []
+    for work in tiles(chosen):
+        step = max(1, SCORES // (work.query.shape[1] * spec.block_size))
+        parts = [
+            tile_attention(spec, call, layout, k, v, position, work.block[i : i + step], work.query[i : i + step], H, N)
+            for i in range(0, len(work.block), step)
+        ]
+        outputs.append(torch.cat([output for output, _ in parts]).flatten(0, 1)[work.pair_row])
+        lses.append(torch.cat([lse for _, lse in parts]).flatten()[work.pair_row])
+        queries.append(work.pair_query)
+    if not queries:
         return call.v.new_zeros(B, H, T, v.shape[-1]), call.q.new_full((B, H, T), -torch.inf)
-    output = torch.cat([o for o, _ in parts]).flatten(0, 1)[work.pair_row]
-    lse = torch.cat([x for _, x in parts]).flatten()[work.pair_row]
-    return merge(output, lse, work.pair_query, (B, H, T))
+    return merge(torch.cat(outputs), torch.cat(lses), torch.cat(queries), (B, H, T))
 
 
 def tile_attention(
@@ -172,10 +182,10 @@ def tile_attention(
     position: Tensor,
     block: Tensor,
     query: Tensor,
-    axes: tuple[int, int],
+    H: int,
+    N: int,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of each tile's queries over its block: output [tiles, rows, V], lse [tiles, rows]."""
-    H, N = axes
     n, h, b = block % N, block // N % H, block // (N * H)
     g, t = h // call.group, query.clamp(min=0)
     q = call.q[b[:, None], h[:, None], t]

@@ -48,7 +48,12 @@ class Terms:
         erase = None if self.erase is None else (change(self.erase[0]), change(self.erase[1]))
         decay = None if self.log_decay is None else change(self.log_decay)
         return dataclasses.replace(
-            self, read=change(self.read), write=change(self.write), value=change(self.value), log_decay=decay, erase=erase
+            self,
+            read=change(self.read),
+            write=change(self.write),
+            value=change(self.value),
+            log_decay=decay,
+            erase=erase,
         )
 
 

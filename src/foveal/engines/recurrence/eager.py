@@ -104,7 +104,7 @@ def chunks(terms: Terms, state: Tensor, size: int) -> tuple[Tensor, Tensor]:
     rest = -T % size
     if rest:
         terms = terms.map(lambda x: torch.nn.functional.pad(x, (0, 0, 0, rest)))
-    terms = terms.map(lambda x: x.unflatten(2, (-1, size)))
+    terms = terms.map(lambda x: x.reshape(*x.shape[:2], -1, size, x.shape[-1]))
     decay = Decay(terms.log_decay)
     read, write, value = terms.read, terms.write, terms.value
     outputs = decay.pairs(read, write, strict=False) @ value
@@ -115,9 +115,7 @@ def chunks(terms: Terms, state: Tensor, size: int) -> tuple[Tensor, Tensor]:
         u, w = terms.erase
         # e = what each token erases, linear in the state that enters the chunk: e = from_state S + from_values
         system = torch.cat((decay.since_start(w), decay.pairs(w, write, strict=True) @ value), -1)
-        solved = torch.linalg.solve_triangular(
-            decay.pairs(w, u, strict=True), system, upper=False, unitriangular=True
-        )
+        solved = torch.linalg.solve_triangular(decay.pairs(w, u, strict=True), system, upper=False, unitriangular=True)
         from_state, from_values = solved.split((w.shape[-1], value.shape[-1]), -1)
         read_erased, last_erased = decay.pairs(read, u, strict=False), decay.until_end(u).mT
         outputs = outputs - read_erased @ from_values

@@ -10,7 +10,7 @@ The derivation of the tiled form stands in the README beside this file.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -30,6 +30,11 @@ class SoftmaxAttention(Mechanism):
     forms: ClassVar[tuple[str, ...]] = ("parallel", "chunked")
     causal_modes: ClassVar[tuple[bool, ...]] = (True, False)
 
+    @property
+    def shift_invariant(self) -> bool:
+        """Whether scores do not depend on distances, so that keys that nobody sees may be cut out between others."""
+        return self.score_mod() is None
+
     def score_mod(self, **inputs: Tensor) -> ScoreMod | None:
         """Change of the scaled scores [B, H, T, S], or None for none."""
         return None
@@ -39,7 +44,7 @@ class SoftmaxAttention(Mechanism):
         return None
 
     def sink_logits(self, **inputs: Tensor) -> Tensor | None:
-        """z [H], a logit without a value that takes part in every row's sum, or None."""
+        """The logit z [H] that takes part in every row's sum without a value, or None."""
         return None
 
     def reach(self) -> tuple[int | None, int | None]:
@@ -49,6 +54,13 @@ class SoftmaxAttention(Mechanism):
     def always_visible(self) -> int:
         """How many of the first keys stay visible beyond the reach."""
         return 0
+
+    def variables(self) -> dict[str, Any]:
+        """Adds ``seen``: how many keys a causal query can see at most."""
+        before, always = self.reach()[0], self.always_visible()
+        if before is None or (always and not self.shift_invariant):
+            return super().variables() | {"seen": float("inf")}
+        return super().variables() | {"seen": before + 1 + always}
 
     def backends(self, call: Call) -> list[Backend]:
         """SDPA for what it knows, our tiled form for the rest."""

@@ -37,12 +37,12 @@ def grouped(left: Tensor, right: Tensor) -> Tensor:
     G = right.shape[1]
     if H == G:
         return left @ right
-    return (left.reshape(B, G, -1, left.shape[-1]) @ right).view(B, H, T, right.shape[-1])
+    return (left.reshape(B, G, H // G * T, left.shape[-1]) @ right).view(B, H, T, right.shape[-1])
 
 
 def visibility(spec: SoftmaxAttention, call: Call, at: Positions, inputs: dict[str, Tensor]) -> Tensor:
     """Which key each query may see, bool, broadcastable to [B, H, T, S]; the user's own mask is applied elsewhere."""
-    visible = at.k <= at.q if call.causal else (at.k == at.k) & (at.q == at.q)
+    visible = (at.k <= at.q) | (not call.causal)
     mask_mod = spec.mask_mod(**inputs)
     return visible if mask_mod is None else visible & mask_mod(at)
 
@@ -74,7 +74,9 @@ def cut(call: Call, at: Positions, queries: slice, keys: slice | Tensor) -> Keys
     )
 
 
-def attend(spec: SoftmaxAttention, call: Call, q: Tensor, keys: Keys, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def attend(
+    spec: SoftmaxAttention, call: Call, q: Tensor, keys: Keys, inputs: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a tile, every score in memory at once."""
     visible = visibility(spec, call, keys.at, inputs)
     if keys.padding is not None:
@@ -103,7 +105,7 @@ def needed(spec: SoftmaxAttention, call: Call, at: Positions, queries: slice) ->
     S = call.k.shape[2]
     if call.causal:
         after = 0 if after is None else min(after, 0)
-    if (before is None and after is None) or S == 0:
+    if (before is None and after is None) or S == 0 or at.q.shape[2] == 0:
         return slice(0, S)
     first, last = at.q[:, :, queries].amin(2), at.q[:, :, queries].amax(2)
     k = at.k[:, 0]
@@ -147,8 +149,13 @@ def with_state(call: Call) -> Call:
 def final_state(spec: SoftmaxAttention, call: Call) -> KeyValueState:
     """The keys and values that a later query can still see."""
     state = KeyValueState(call.k, call.v, call.padding)
-    before, _ = spec.reach()
-    return state if before is None or spec.always_visible() else state.last(before)
+    before, always = spec.reach()[0], spec.always_visible()
+    if before is None or (always and not spec.shift_invariant):
+        return state
+    real = state.real()
+    count = real.cumsum(1)
+    recent = count > count[:, -1:] - before
+    return state.keep(real & (recent | (count <= always)))
 
 
 def skip_hidden(call: Call) -> Call:

@@ -14,8 +14,9 @@ from foveal.spec import Cost, Input, Limit, Paper
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Slopes of ALiBi: 2^(-8 h / H) for a power of two; else those of the next lower power, then every other one
-    of the next higher power's in between."""
+    """Slopes of ALiBi: 2^(-8 h / H), h = 1..H, for H a power of two; else those of the next lower power of two, then
+    every other one of the next higher.
+    """
     if heads & (heads - 1) == 0:
         return [2.0 ** (-8 * (h + 1) / heads) for h in range(heads)]
     lower = 1 << (heads.bit_length() - 1)
@@ -46,7 +47,11 @@ class Softmax(SoftmaxAttention, name="softmax"):
 
     aliases: ClassVar[tuple[str, ...]] = ("sdpa", "full", "vanilla", "alibi")
     paper: ClassVar[Paper] = Paper("1706.03762", "Attention Is All You Need", "Vaswani et al.", 2017)
-    cost: ClassVar[Cost] = Cost(train="T**2 * (K + V) / 2", decode="T * (K + V)", state="T * (K + V)")
+    cost: ClassVar[Cost] = Cost(
+        train="T * min(T / 2, seen + 256) * (K + V)",
+        decode="min(T, seen) * (K + V)",
+        state="min(T, seen - 1) * (K + V)",
+    )
     inputs: ClassVar[dict[str, Input]] = {
         "sink_logits": Input("H", doc="logit per head that takes part in the sum without a value", optional=True)
     }
@@ -137,5 +142,3 @@ class Softmax(SoftmaxAttention, name="softmax"):
                 p = torch.cat((s, z)).softmax(0)[: len(keys)]
                 out[h, t] = p @ v[h, keys]
         return out
-
-

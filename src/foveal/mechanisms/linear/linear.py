@@ -47,7 +47,7 @@ class Linear(Recurrence, name="linear"):
         "Katharopoulos, Vyas, Pappas, Fleuret",
         2020,
     )
-    cost: ClassVar[Cost] = Cost(train="T * (K * V + 64 * (K + V))", decode="K * V", state="K * V + K")
+    cost: ClassVar[Cost] = Cost(train="T * (K * V + 64 * (K + V))", decode="K * V", state="K * V + K * normalize")
     examples: ClassVar = ({}, {"normalize": False}, {"feature_map": "identity", "normalize": False})
 
     feature_map: str = "elu"
@@ -62,13 +62,11 @@ class Linear(Recurrence, name="linear"):
         return Terms(read=phi(q), write=phi(k), value=v, normalize=self.normalize)
 
     def definition(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-        phi = {
-            "elu": lambda x: torch.where(x > 0, x + 1, x.exp()),
-            "relu": lambda x: torch.where(x > 0, x, 0 * x),
-            "identity": lambda x: x,
-        }[self.feature_map]
-        phi_q, phi_k = phi(q), phi(k)
-        weight = scale * (phi_q @ phi_k.mT).tril()
+        if self.feature_map == "elu":
+            phi_q, phi_k = (torch.where(x > 0, x + 1, x.exp()) for x in (q, k))
+        else:
+            phi_q, phi_k = (x.clamp(min=0) if self.feature_map == "relu" else x for x in (q, k))
+        weight: Tensor = scale * (phi_q @ phi_k.mT).tril()
         if self.normalize:
             weight = weight / weight.sum(-1, keepdim=True)
         return weight @ v

@@ -8,13 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from foveal.engines.recurrence import Terms
+from foveal.engines.recurrence import Recurrence, Terms
 from foveal.mechanisms.recurrent.delta_rule import DeltaRule
 from foveal.spec import Cost, Input, Limit, Paper
 
 
 @dataclass(frozen=True)
-class GatedDeltaRule(DeltaRule, name="gated_delta_rule"):
+class GatedDeltaRule(Recurrence, name="gated_delta_rule"):
     r"""Forget everything a little, then overwrite what the key already holds.
 
     .. math::
@@ -47,12 +47,13 @@ class GatedDeltaRule(DeltaRule, name="gated_delta_rule"):
         ),
     )
 
-    def terms(self, q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor, log_decay: Tensor) -> Terms:
-        return replace(super().terms(q, k, v, beta=beta), log_decay=log_decay[..., None])
+    normalize_qk: bool = True
 
-    def definition(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, log_decay: Tensor, beta: Tensor
-    ) -> Tensor:
+    def terms(self, q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor, log_decay: Tensor) -> Terms:
+        ungated = DeltaRule(self.normalize_qk).terms(q, k, v, beta=beta)
+        return replace(ungated, log_decay=log_decay[..., None])
+
+    def definition(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, log_decay: Tensor, beta: Tensor) -> Tensor:
         if self.normalize_qk:
             q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
         S = v.new_zeros(k.shape[-1], v.shape[-1])

@@ -37,7 +37,8 @@ class GLA(Recurrence, name="gla"):
     limits: ClassVar = (
         Limit(
             {},
-            "linear", {"feature_map": "identity", "normalize": False},
+            "linear",
+            {"feature_map": "identity", "normalize": False},
             inputs=lambda x: ({"log_decay": torch.zeros_like(x["log_decay"])}, {}),
             why="gates of 1 forget nothing",
         ),

@@ -35,7 +35,14 @@ class Retention(Recurrence, name="retention"):
     )
     cost: ClassVar[Cost] = Cost(train="T * (K * V + 64 * (K + V))", decode="K * V", state="K * V")
     per_head: ClassVar[bool] = False
-    limits: ClassVar = (Limit({"slowest": 60.0}, "linear", {"feature_map": "identity", "normalize": False}, why="gamma = 1 forgets nothing"),)
+    limits: ClassVar = (
+        Limit(
+            {"slowest": 60.0},
+            "linear",
+            {"feature_map": "identity", "normalize": False},
+            why="gamma = 1 forgets nothing",
+        ),
+    )
 
     slowest: float = 5.0
 

@@ -21,8 +21,8 @@ class MoBA(BlockSparse, name="moba"):
         o_t = \sum_{j \le t,\, j \in V_t} \mathrm{softmax}_j\left(q_t^\top k_j / \sqrt{K}\right) v_j, \qquad
         V_t = I_{\lfloor t / b \rfloor} \cup \bigcup_{n \in \mathrm{top}_{c - 1}(g_{t, \cdot})} I_n
 
-    over past blocks n < floor(t / b), with b tokens each and c blocks per query, the own one included.  Ties go to
-    the earlier block.  The choice is piecewise constant: gradients flow through the chosen blocks only.
+    over past blocks n < floor(t / b), with b tokens each and c blocks per query, the own one included.  Ties
+    are broken arbitrarily.  The choice is piecewise constant: gradients flow through the chosen blocks only.
     ``top_k >= ceil(T / block_size)`` is causal softmax attention, ``top_k = 1`` attention inside blocks.  Each query
     head chooses for itself, as in the official code.
 
@@ -58,13 +58,12 @@ class MoBA(BlockSparse, name="moba"):
                 raise self.fail(name, getattr(self, name), "an int >= 1")
 
     def select(self, q: Tensor, blocks: Blocks, position: Tensor) -> Tensor:
-        B, H, T, _ = q.shape
         own = position.div(self.block_size, rounding_mode="floor")
         number = torch.arange(blocks.k.shape[2], device=q.device)
         count = blocks.real.sum(-1)[:, None, :, None].clamp(min=1)
-        mean = (blocks.k.detach().sum(3) / count).repeat_interleave(H // blocks.k.shape[1], 1)
+        mean = (blocks.k.detach().sum(3) / count).repeat_interleave(q.shape[1] // blocks.k.shape[1], 1)
         likes = (q.detach() @ mean.mT).masked_fill(number >= own, -torch.inf)
-        best = likes.argsort(-1, descending=True, stable=True)[..., : self.top_k - 1]
+        best = likes.topk(min(self.top_k - 1, len(number)), dim=-1).indices
         past = torch.zeros_like(likes, dtype=torch.bool).scatter(-1, best, True) & (number < own)
         return past | (number == own)
 
@@ -73,7 +72,7 @@ class MoBA(BlockSparse, name="moba"):
         for t in range(max(0, -shift), len(q)):
             own = (t + shift) // b
             block = [[j for j in range(len(k)) if j // b == n] for n in range(own + 1)]
-            like = [float(q[t] @ k[block[n]].mean(0)) for n in range(own)]
+            like = [(q[t] @ k[block[n]].mean(0)).item() for n in range(own)]
             best = sorted(range(own), key=lambda n: -like[n])[: self.top_k - 1]
             keys = [j for n in (*best, own) for j in block[n] if visible[t, j]]
             if keys:

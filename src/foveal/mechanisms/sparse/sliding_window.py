@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from foveal.mechanisms.classic.softmax import Softmax
-from foveal.spec import Cost, Limit, Paper
+from foveal.spec import Limit, Paper
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,6 @@ class SlidingWindow(Softmax, name="sliding_window"):
     aliases: ClassVar[tuple[str, ...]] = ("local", "swa", "longformer_local")
     paper: ClassVar[Paper] = Paper(
         "2004.05150", "Longformer: The Long-Document Transformer", "Beltagy, Peters, Cohan", 2020
-    )
-    cost: ClassVar[Cost] = Cost(
-        train="T * (window + 256) * (K + V)", decode="window * (K + V)", state="window * (K + V)"
     )
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"window": 8}, {"window": 5, "sinks": 3})
     limits: ClassVar[tuple[Limit, ...]] = (

@@ -45,8 +45,8 @@ class SparseTransformer(BlockSparse, name="sparse_transformer"):
         "1904.10509", "Generating Long Sequences with Sparse Transformers", "Child, Gray, Radford, Sutskever", 2019
     )
     cost: ClassVar[Cost] = Cost(
-        train="T * (stride + block_size + T / stride / 2) * (K + V)",
-        decode="(stride + T / stride) * (K + V)",
+        train="T * (stride + block_size + sample * T / stride / 2) * (K + V)",
+        decode="(stride + sample * T / stride) * (K + V)",
         state="T * (K + V)",
     )
     per_head: ClassVar[bool] = False
@@ -76,6 +76,10 @@ class SparseTransformer(BlockSparse, name="sparse_transformer"):
                 raise self.fail(name, getattr(self, name), "an int >= 1")
         if self.pattern == "fixed" and self.summary > self.stride:
             raise self.fail("summary", self.summary, f"at most stride={self.stride}")
+
+    def variables(self) -> dict[str, Any]:
+        """Adds ``sample``: sampled positions per stride."""
+        return super().variables() | {"sample": self.summary if self.pattern == "fixed" else 1}
 
     def layouts(self, length: int) -> list[Tensor]:
         """As they come; and the sample: one run of blocks per residue (strided), or all summary positions (fixed)."""
