@@ -72,6 +72,8 @@ def buckets(query_marks: list[int], key_marks: list[int], device: torch.device) 
 
 def _gather(x: Tensor, slots: Tensor, axis: int) -> Tensor:
     """Tokens of a packed [1, ...] tensor as a batch: the token axis becomes [N, length], N moves to the front."""
+    if x.shape[axis] == 0:  # all sequences are empty: a slot that padding hides stands for them
+        x = x.new_zeros(*x.shape[:axis], 1, *x.shape[axis + 1 :])
     taken = x.index_select(axis, slots.clamp(min=0).flatten())
     return taken.reshape(*x.shape[1:axis], *slots.shape, *x.shape[axis + 1 :]).movedim(axis - 1, 0)
 
@@ -84,7 +86,7 @@ def run(
     for bucket in buckets(query_marks, key_marks, call.q.device):
         padding = bucket.keys >= 0
         if call.padding is not None:
-            padding = padding & call.padding[0][bucket.keys.clamp(min=0)]
+            padding = padding & _gather(call.padding, bucket.keys, 1)
         inputs = {}
         for name, x in call.inputs.items():
             axes = mechanism.inputs[name].axes

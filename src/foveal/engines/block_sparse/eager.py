@@ -48,7 +48,7 @@ def run(spec: BlockSparse, call: Call) -> Result:
     state = final_state(spec, call) if call.want_state else None
     call = call.replace(q=upcast(call.q), k=upcast(call.k), v=upcast(call.v))
     B, H, T, _ = call.q.shape
-    if call.k.shape[2] == 0 or T == 0:
+    if call.k.numel() == 0 or call.q.numel() == 0:
         lse = call.q.new_full((B, H, T), -torch.inf) if call.want_lse else None
         return Result(call.v.new_zeros(B, H, T, call.v.shape[-1]) + 0 * call.q.sum(), state, lse)
     layout = lay_out(spec, call)

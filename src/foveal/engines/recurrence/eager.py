@@ -26,10 +26,10 @@ FLOOR = -1e6  # exp of it is 0 in float64, yet sums of it stay finite where -inf
 def run(spec: Recurrence, call: Call) -> Result:
     """Compute a call in fp32 (float64 for float64), whatever the inputs' precision."""
     terms = prepare(spec, call)
-    state = initial(terms, call)
-    T = call.q.shape[2]
+    state = initial(spec, terms, call)
+    B, _, T, _ = call.q.shape
     form = call.form or ("recurrent" if T == 1 else "chunked")
-    if T == 0:
+    if T == 0 or B == 0:
         output = terms.value
     elif form == "recurrent":
         output, state = scan(terms, state)
@@ -60,7 +60,7 @@ def prepare(spec: Recurrence, call: Call) -> Terms:
     return terms.map(lambda x: x.where(real, 0))  # a hidden token neither reads, writes, erases nor decays
 
 
-def initial(terms: Terms, call: Call) -> Tensor:
+def initial(spec: Recurrence, terms: Terms, call: Call) -> Tensor:
     """S_0, with the normaliser as its last column where there is one."""
     if call.state is None:
         B, H, _, K = terms.write.shape
@@ -69,10 +69,9 @@ def initial(terms: Terms, call: Call) -> Tensor:
     matrix = call.state.matrix.to(terms.value.dtype)
     if not terms.normalize:
         return matrix
-    normalizer = call.state.normalizer
-    if normalizer is None:
-        raise ValueError("initial_state: has no normalizer, expected the state of a mechanism that divides by one")
-    return torch.cat((matrix, normalizer.to(matrix.dtype)[..., None]), -1)
+    if call.state.normalizer is None:
+        raise spec.fail("initial_state", "no normalizer", "the state of a mechanism that divides by one")
+    return torch.cat((matrix, call.state.normalizer.to(matrix.dtype)[..., None]), -1)
 
 
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
