@@ -187,7 +187,7 @@ def test_bad_boundaries_are_named(cu, message):
 def test_boundaries_of_another_type_are_refused():
     q, k, v = uniform(5)
     for cu in (torch.tensor([0.0, 5.0]), [0, 5]):
-        with pytest.raises(TypeError, match="cu_seqlens is .*expected an int32 or int64 tensor"):
+        with pytest.raises(TypeError, match=r"cu_seqlens is .*expected an int32 or int64 tensor"):
             attention(q, k, v, cu_seqlens=cu)
 
 
