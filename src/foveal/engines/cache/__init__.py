@@ -1,0 +1,171 @@
+"""Which cached tokens survive, and which are read: a policy sees tensors only, the engine does the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from foveal.spec import Paper, Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """The survivors of an eviction.
+
+    Args:
+        index: slots that survive, ascending in each row and head, [B, G, n]; padding comes first.
+        real: which of them hold a token, bool [B, n].
+    """
+
+    index: Tensor
+    real: Tensor
+
+    def take(self, x: Tensor) -> Tensor:
+        """The kept entries of [B, G, S] or [B, G, S, X], in memory of their own."""
+        index = self.index if x.dim() == 3 else self.index[..., None].expand(-1, -1, -1, x.shape[-1])
+        return x.gather(2, index)
+
+
+class Policy(Spec):
+    """Base of cache policies.  ``budget`` is a number of entries per key/value head, or a share of the tokens seen."""
+
+    kind: ClassVar[str] = "policy"
+    frees_memory: ClassVar[bool] = True
+    paper: ClassVar[Paper]
+
+    budget: int | float
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.budget, int) and not isinstance(self.budget, bool) and self.budget >= 1
+        share = isinstance(self.budget, float) and 0 < self.budget <= 1
+        if not (whole or share):
+            raise self.fail("budget", repr(self.budget), "an int >= 1 (entries) or a float in (0, 1] (share of tokens)")
+
+    def limit(self, seen: Tensor) -> Tensor:
+        """Entries that each row may keep, given the real tokens it has seen, [B]; at least one."""
+        if isinstance(self.budget, int):
+            return torch.full_like(seen, self.budget)
+        return (self.budget * seen.double()).round().long().clamp(min=1)
+
+
+class Eviction(Policy):
+    """Base of policies that drop entries for good.  Implement :meth:`score` and :meth:`definition`."""
+
+    while_decoding: ClassVar[bool] = False
+    slots: ClassVar[bool] = False
+
+    def protected(self) -> tuple[int, int]:
+        """How many of the first and of the last tokens of a row survive whatever their score."""
+        return 0, 0
+
+    def observes(self) -> int | None:
+        """How many of the latest queries :meth:`score` looks at: 0 is none, None is all of the call."""
+        return 0
+
+    def score(
+        self, k: Tensor, v: Tensor, queries: Tensor, *, real: Tensor, scale: float, past: Tensor | None = None
+    ) -> Tensor:
+        """What each entry is worth, [B, G, S]; the higher survive.
+
+        Args:
+            k, v: cached keys (after rotary embedding) and values, [B, G, S, K] and [B, G, S, V].
+            queries: the last queries of the call (after rotary embedding), [B, H, W, K]; the last belongs to slot S - 1.
+            real: which slots hold a token, bool [B, S].
+            scale: factor of the scores in the model.
+            past: what this method returned for the same entries at the previous call, 0 for new ones.
+        """
+        raise NotImplementedError
+
+    def definition(self, k: Tensor, v: Tensor, queries: Tensor, *, scale: float) -> Tensor:
+        """The same for one row without padding and its first call, in plain loops: [G, S, K], [H, W, K] -> [G, S]."""
+        raise NotImplementedError
+
+    def keep(self, scores: Tensor, real: Tensor, limit: Tensor) -> Kept:
+        """The survivors of scores [B, G, S] under a limit [B] for each row."""
+        first, last = self.protected()
+        order = real.cumsum(1)
+        rank = scores.masked_fill(((order <= first) & real)[:, None], torch.finfo(scores.dtype).max)
+        rank = rank.masked_fill(((order > order[:, -1:] - last) & real)[:, None], torch.inf)
+        rank = rank.masked_fill(~real[:, None], -torch.inf)
+        count = torch.minimum(limit, real.sum(1))
+        best = rank.topk(int(count.max()), dim=-1).indices
+        chosen = torch.arange(best.shape[-1], device=best.device) < count[:, None]
+        index = best.masked_fill(~chosen[:, None], -1).sort(-1).values
+        return Kept(index.clamp(min=0), index[:, 0] >= 0)
+
+
+class Selection(Policy):
+    """Base of policies that keep everything and read some pages at each decode step."""
+
+    frees_memory: ClassVar[bool] = False
+
+    page: int
+
+    def dense_layers(self) -> int:
+        """How many of the first layers read everything."""
+        return 0
+
+    def select(self, q: Tensor, low: Tensor, high: Tensor, *, count: int) -> Tensor:
+        """The pages that each key head's queries read, [B, G, count].
+
+        Args:
+            q: queries of one step, [B, H, K].
+            low, high: smallest and largest value of each channel over the page's tokens, [B, G, P, K]; the newest
+                page is the last.  Pages without a token have +inf and -inf.
+            count: pages to read, the newest included.
+        """
+        raise NotImplementedError
+
+    def definition(self, q: Tensor, k: Tensor, *, count: int) -> list[set[int]]:
+        """The same for one row without padding, from its keys: q [H, K], k [G, S, K] -> a set of pages per key head."""
+        raise NotImplementedError
+
+
+def attention_paid(k: Tensor, queries: Tensor, *, real: Tensor, scale: float, tile: int = 256) -> Any:
+    """Yield the attention that tiles of the last queries pay to each key, [B, G, H / G, tile, S], causal, fp32.
+
+    Tiles keep memory at O(tile S) where a policy needs every query of a long prompt.
+    """
+    (B, G, S, K), W = k.shape, queries.shape[2]
+    grouped = queries.float().reshape(B, G, -1, W, K)
+    slot = torch.arange(S, device=k.device)
+    for start in range(0, W, tile):
+        rows = slice(start, min(start + tile, W))
+        scores = scale * grouped[:, :, :, rows] @ k.float().mT[:, :, None]
+        own = torch.arange(S - W + rows.start, S - W + rows.stop, device=k.device)
+        seen = (slot <= own[:, None]) & real[:, None, None, None]
+        weight = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+        yield weight * real[:, None, None, S - W + rows.start : S - W + rows.stop, None]
+
+
+class PageSummary:
+    """Smallest and largest value of each channel over pages of slots, kept up to date as keys arrive."""
+
+    def __init__(self, page: int) -> None:
+        self.page = page
+        self.low: Tensor | None = None
+        self.high: Tensor | None = None
+        self.length = 0
+
+    def append(self, k: Tensor, real: Tensor) -> None:
+        """Take in all keys [B, G, S, K] with real [B, S]; only pages that changed are read."""
+        S = k.shape[2]
+        whole = self.length // self.page  # pages that no new key can change
+        fresh, mask = k[:, :, whole * self.page :], real[:, None, whole * self.page :, None]
+        rest = -fresh.shape[2] % self.page
+        low, high = fresh.masked_fill(~mask, torch.inf), fresh.masked_fill(~mask, -torch.inf)
+        low = torch.nn.functional.pad(low, (0, 0, 0, rest), value=torch.inf)
+        high = torch.nn.functional.pad(high, (0, 0, 0, rest), value=-torch.inf)
+        low, high = (x.reshape(*x.shape[:2], -1, self.page, x.shape[-1]) for x in (low, high))
+        low, high = low.amin(3), high.amax(3)
+        if self.low is not None and self.high is not None:
+            low, high = torch.cat((self.low[:, :, :whole], low), 2), torch.cat((self.high[:, :, :whole], high), 2)
+        self.low, self.high, self.length = low, high, S
+
+    def index_select(self, index: Tensor) -> None:
+        """Keep the rows ``index`` of the batch in that order."""
+        if self.low is not None and self.high is not None:
+            self.low, self.high = self.low[index], self.high[index]

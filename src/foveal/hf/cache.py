@@ -1,0 +1,230 @@
+"""transformers' cache with layers that evict or select by a policy of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from foveal.engines.cache import Eviction, PageSummary, Policy, Selection
+from foveal.hf.models import move
+
+
+class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
+    """The keys and values of one layer under a policy.
+
+    ``update`` appends, as transformers expects; the attention function then calls :meth:`settle`, which knows the
+    queries and the padding that ``update`` is not told.
+    """
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, policy: Policy, number: int, rotation: tuple[Tensor, bool] | None, notify: Callable[..., None]):
+        super().__init__()
+        self.policy, self.number, self.rotation, self.notify = policy, number, rotation, notify
+        self.real: Tensor | None = None  # bool [B, n]
+        self.positions: Tensor | None = None  # true positions, [B, G, n]
+        self.past: Tensor | None = None  # running scores, [B, G, n]
+        self.tokens: Tensor | None = None  # real tokens seen, [B]
+        self.summary = PageSummary(policy.page) if isinstance(policy, Selection) else None
+        self.seen = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.device, self.dtype = key_states.device, key_states.dtype
+        B, G = key_states.shape[:2]
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.real = torch.zeros(B, 0, dtype=torch.bool, device=self.device)
+        self.positions = torch.zeros(B, G, 0, dtype=torch.long, device=self.device)
+        self.tokens = torch.zeros(B, dtype=torch.long, device=self.device)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = torch.cat((self.keys, key_states), 2)
+        self.values = torch.cat((self.values, value_states), 2)
+        self.seen += key_states.shape[2]
+        self.notify(self)
+        return self.keys, self.values
+
+    def admit(self, padding: Tensor | None, count: int) -> Tensor:
+        """Take note of which of the ``count`` newest tokens exist; returns which of all slots do, bool [B, n]."""
+        assert self.real is not None and self.positions is not None and self.tokens is not None
+        B, G = self.keys.shape[:2]
+        new = torch.ones(B, count, dtype=torch.bool, device=self.device) if padding is None else padding[:, -count:]
+        place = self.tokens[:, None] + new.cumsum(1) - 1
+        self.real = torch.cat((self.real, new), 1)
+        self.positions = torch.cat((self.positions, place[:, None].expand(B, G, count)), 2)
+        self.tokens = self.tokens + new.sum(1)
+        if self.summary is not None:
+            self.summary.append(self.keys, self.real)
+        return self.real
+
+    def settle(self, queries: Tensor, scale: float) -> None:
+        """Evict down to the budget, after attention has read everything."""
+        policy = self.policy
+        if not isinstance(policy, Eviction):
+            return
+        assert self.real is not None and self.tokens is not None and self.positions is not None
+        limit = policy.limit(self.tokens)
+        full = bool((self.real.sum(1) > limit).any())
+        accumulates = policy.observes() is None
+        if (queries.shape[2] == 1 and not policy.while_decoding) or not (full or accumulates):
+            return
+        wanted = policy.observes()
+        queries = queries[:, :, max(queries.shape[2] - wanted, 0) :] if wanted is not None else queries
+        past = None
+        if accumulates and self.past is not None:
+            past = torch.nn.functional.pad(self.past, (0, self.keys.shape[2] - self.past.shape[2]))
+        scores = policy.score(self.keys, self.values, queries, real=self.real, scale=scale, past=past)
+        self.past = scores if accumulates else None
+        if not full:
+            return
+        kept = policy.keep(scores, self.real, limit)
+        if policy.slots:
+            self._close_gap(policy, limit)
+        self.keys, self.values = kept.take(self.keys), kept.take(self.values)
+        self.positions = kept.take(self.positions)
+        self.past = kept.take(scores) if accumulates else None
+        self.real = kept.real
+
+    def _close_gap(self, policy: Eviction, limit: Tensor) -> None:
+        """Rotate the sinks forward by the number of tokens dropped behind them, so that slots are positions."""
+        assert self.rotation is not None and self.real is not None
+        order = self.real.cumsum(1)
+        sink = (order <= policy.protected()[0]) & self.real
+        gap = (self.real.sum(1) - limit).clamp(min=0)
+        moved = move(self.keys, gap, *self.rotation)
+        self.keys = moved.where(sink[:, None, :, None], self.keys)
+
+    def pages(self, queries: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What a decode step reads under a selecting policy: slots [B, G, n] and which exist; None is everything."""
+        policy = self.policy
+        if self.summary is None or not isinstance(policy, Selection) or queries.shape[2] != 1:
+            return None
+        assert self.tokens is not None and self.real is not None
+        assert self.summary.low is not None and self.summary.high is not None
+        p, S = policy.page, self.keys.shape[2]
+        limit = policy.limit(self.tokens)
+        count = (limit // p).clamp(min=1)
+        if self.number < policy.dense_layers() or int(count.max()) * p >= S:
+            return None
+        most = int(count.max())
+        chosen = policy.select(queries[:, :, 0], self.summary.low, self.summary.high, count=most)
+        if int(count.min()) < most:  # rows with a smaller share read fewer pages
+            chosen = self._fewer(policy, queries, chosen, count)
+        slot = (chosen[..., None] * p + torch.arange(p, device=chosen.device)).flatten(-2)
+        inside = (slot >= 0) & (slot < S)
+        slot = slot.clamp(0, S - 1)
+        return slot, inside & self.real[:, None].expand(-1, slot.shape[1], -1).gather(2, slot)
+
+    def _fewer(self, policy: Selection, queries: Tensor, chosen: Tensor, count: Tensor) -> Tensor:
+        assert self.summary is not None and self.summary.low is not None and self.summary.high is not None
+        rows = []
+        for b, n in enumerate(count.tolist()):
+            low, high = self.summary.low[b : b + 1], self.summary.high[b : b + 1]
+            own = policy.select(queries[b : b + 1, :, 0], low, high, count=n)
+            rows.append(torch.nn.functional.pad(own, (chosen.shape[-1] - own.shape[-1], 0), value=-1))
+        return torch.cat(rows)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, not entries kept: rotary positions and attention masks go on from it."""
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        for name in ("keys", "values", "real", "positions", "past", "tokens"):
+            x = getattr(self, name)
+            if x is not None:
+                setattr(self, name, change(x))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.is_initialized:
+            self.batch_select_indices(beam_idx.to(self.device))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices`` of the batch in that order."""
+        self._each(lambda x: x[indices])
+        if self.summary is not None:
+            self.summary.index_select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        if self.is_initialized:
+            self.batch_select_indices(torch.arange(len(self.keys), device=self.device).repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        self.__init__(self.policy, self.number, self.rotation, self.notify)  # type: ignore[misc]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: evicted entries cannot come back."""
+        if tokens_to_remove:
+            raise NotImplementedError(f"{self.policy.name}: a compressed cache cannot be cut back to an earlier token")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that keys, values and page summaries hold."""
+        kept = [self.keys, self.values]
+        if self.summary is not None:
+            kept += [self.summary.low, self.summary.high]
+        return storage(kept)
+
+
+def storage(tensors: list[Tensor | None]) -> int:
+    """Bytes of the distinct memory behind tensors: a view of a larger tensor counts as all of it."""
+    memory = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x is not None}
+    return sum(memory.values())
+
+
+def nbytes(cache: Cache) -> int:
+    """Bytes that the keys and values of any transformers cache really hold."""
+    total = 0
+    for layer in cache.layers:
+        own = layer.nbytes if isinstance(layer, PolicyLayer) else storage([layer.keys, layer.values])
+        total += own if layer.is_initialized else 0
+    return total
+
+
+class PolicyCache(Cache):  # type: ignore[misc]
+    """A cache whose full-attention layers follow a policy; sliding layers keep transformers' own.
+
+    Args:
+        layers: one cache layer per decoder layer.
+    """
+
+    def __init__(self, layers: list[CacheLayerMixin]) -> None:
+        super().__init__(layers=layers)
+        self.peak_nbytes = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        result = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        return result
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that keys, values and summaries hold now."""
+        return nbytes(self)
+
+    @property
+    def lengths(self) -> list[Tensor]:
+        """Entries that each row and key head holds, one [B, G] per layer."""
+        found = []
+        for layer in self.layers:
+            if isinstance(layer, PolicyLayer) and layer.real is not None:
+                found.append(layer.real.sum(1, keepdim=True).expand(-1, layer.keys.shape[1]))
+            elif layer.is_initialized:
+                B, G, n, _ = layer.keys.shape
+                found.append(torch.full((B, G), n))
+            else:
+                found.append(torch.zeros(0, 0, dtype=torch.long))
+        return found
