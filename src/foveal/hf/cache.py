@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.seen = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Start empty, with the batch, heads and widths of the first keys."""
         self.device, self.dtype = key_states.device, key_states.dtype
         B, G = key_states.shape[:2]
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
@@ -43,6 +44,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append the keys and values of a call and return all that are held."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.keys = torch.cat((self.keys, key_states), 2)
@@ -53,7 +55,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def admit(self, padding: Tensor | None, count: int) -> Tensor:
         """Take note of which of the ``count`` newest tokens exist; returns which of all slots do, bool [B, n]."""
-        assert self.real is not None and self.positions is not None and self.tokens is not None
+        assert self.real is not None
+        assert self.positions is not None
+        assert self.tokens is not None
         B, G = self.keys.shape[:2]
         new = torch.ones(B, count, dtype=torch.bool, device=self.device) if padding is None else padding[:, -count:]
         place = self.tokens[:, None] + new.cumsum(1) - 1
@@ -61,7 +65,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.positions = torch.cat((self.positions, place[:, None].expand(B, G, count)), 2)
         self.tokens = self.tokens + new.sum(1)
         if self.summary is not None:
-            self.summary.append(self.keys, self.real)
+            self.summary.append(self.keys[:, :, self.keys.shape[2] - count :], place, new)
         return self.real
 
     def settle(self, queries: Tensor, scale: float) -> None:
@@ -69,7 +73,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         policy = self.policy
         if not isinstance(policy, Eviction):
             return
-        assert self.real is not None and self.tokens is not None and self.positions is not None
+        assert self.real is not None
+        assert self.tokens is not None
+        assert self.positions is not None
         limit = policy.limit(self.tokens)
         full = bool((self.real.sum(1) > limit).any())
         accumulates = policy.observes() is None
@@ -94,7 +100,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _close_gap(self, policy: Eviction, limit: Tensor) -> None:
         """Rotate the sinks forward by the number of tokens dropped behind them, so that slots are positions."""
-        assert self.rotation is not None and self.real is not None
+        assert self.rotation is not None
+        assert self.real is not None
         order = self.real.cumsum(1)
         sink = (order <= policy.protected()[0]) & self.real
         gap = (self.real.sum(1) - limit).clamp(min=0)
@@ -106,8 +113,10 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         policy = self.policy
         if self.summary is None or not isinstance(policy, Selection) or queries.shape[2] != 1:
             return None
-        assert self.tokens is not None and self.real is not None
-        assert self.summary.low is not None and self.summary.high is not None
+        assert self.tokens is not None
+        assert self.real is not None
+        assert self.summary.low is not None
+        assert self.summary.high is not None
         p, S = policy.page, self.keys.shape[2]
         limit = policy.limit(self.tokens)
         count = (limit // p).clamp(min=1)
@@ -117,13 +126,18 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         chosen = policy.select(queries[:, :, 0], self.summary.low, self.summary.high, count=most)
         if int(count.min()) < most:  # rows with a smaller share read fewer pages
             chosen = self._fewer(policy, queries, chosen, count)
-        slot = (chosen[..., None] * p + torch.arange(p, device=chosen.device)).flatten(-2)
-        inside = (slot >= 0) & (slot < S)
-        slot = slot.clamp(0, S - 1)
-        return slot, inside & self.real[:, None].expand(-1, slot.shape[1], -1).gather(2, slot)
+        place = (chosen[..., None] * p + torch.arange(p, device=chosen.device)).flatten(-2)
+        exists = (place >= 0) & (place < self.tokens[:, None, None])
+        slot = place.clamp(0, S - 1)
+        if not bool(self.real.all()):  # real tokens first, in their order
+            order = torch.argsort((~self.real).to(torch.int8), dim=1, stable=True)
+            slot = order[:, None].expand(-1, slot.shape[1], -1).gather(2, slot)
+        return slot, exists
 
     def _fewer(self, policy: Selection, queries: Tensor, chosen: Tensor, count: Tensor) -> Tensor:
-        assert self.summary is not None and self.summary.low is not None and self.summary.high is not None
+        assert self.summary is not None
+        assert self.summary.low is not None
+        assert self.summary.high is not None
         rows = []
         for b, n in enumerate(count.tolist()):
             low, high = self.summary.low[b : b + 1], self.summary.high[b : b + 1]
@@ -132,6 +146,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return torch.cat(rows)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the mask that transformers would build."""
         return self.seen + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -139,6 +154,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.seen
 
     def get_max_length(self) -> int:
+        """There is no maximum."""
         return -1
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -148,6 +164,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
                 setattr(self, name, change(x))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep the rows ``beam_idx`` of the batch in that order."""
         if self.is_initialized:
             self.batch_select_indices(beam_idx.to(self.device))
 
@@ -163,6 +180,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             self.batch_select_indices(torch.arange(len(self.keys), device=self.device).repeat_interleave(repeats))
 
     def reset(self) -> None:
+        """Forget everything."""
         self.__init__(self.policy, self.number, self.rotation, self.notify)  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -173,13 +191,11 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Bytes of the memory that keys, values and page summaries hold."""
-        kept = [self.keys, self.values]
-        if self.summary is not None:
-            kept += [self.summary.low, self.summary.high]
-        return storage(kept)
+        pages = [] if self.summary is None else [self.summary.low, self.summary.high]
+        return storage([self.keys, self.values, *pages])
 
 
-def storage(tensors: list[Tensor | None]) -> int:
+def storage(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of the distinct memory behind tensors: a view of a larger tensor counts as all of it."""
     memory = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x is not None}
     return sum(memory.values())
@@ -206,6 +222,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         self.peak_nbytes = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Append the keys and values of a call and return all that are held."""
         result = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         return result

@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
@@ -84,7 +83,7 @@ class Session:
         layer, self._current = self._current, None
         if dropout and module.training:
             raise ValueError("model: attention dropout is on, expected model.eval(); a switched model is for inference")
-        scale = module.head_dim**-0.5 if scaling is None else scaling  # type: ignore[operator,union-attr]
+        scale = module.head_dim**-0.5 if scaling is None else scaling  # type: ignore[operator]
         square = attention_mask is not None and attention_mask.dim() == 4
         spec = self._mechanism(sliding_window, softcap, square)
         inputs = {} if s_aux is None else {"sink_logits": s_aux.to(query.dtype)}
@@ -102,14 +101,14 @@ class Session:
     def _mechanism(self, sliding_window: int | None, softcap: float | None, square: bool) -> Mechanism:
         """The session's mechanism, or softmax where a layer's own window or a custom mask decides what is seen."""
         if sliding_window is not None or square:
-            return foveal.Softmax(softcap=softcap)  # type: ignore[attr-defined,no-any-return]
+            return registry.get("softmax")(softcap=softcap)  # type: ignore[no-any-return]
         if softcap is None:
             return self.mechanism
         if "softcap" not in self.mechanism.settings():
             raise models.UnsupportedModel(
                 f"model: caps its scores at {softcap}, which {self.mechanism.name} has no term for"
             )
-        return dataclasses.replace(self.mechanism, softcap=softcap)  # type: ignore[call-arg]
+        return dataclasses.replace(self.mechanism, softcap=softcap)
 
     def _attend_cached(
         self,

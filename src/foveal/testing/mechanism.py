@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import foveal
 from foveal import registry
 from foveal.engines.softmax import SoftmaxAttention
-from foveal.spec import Mechanism
+from foveal.spec import Mechanism, Spec
 from foveal.state import State
 
 Law = Callable[[Mechanism], None]
@@ -340,9 +340,8 @@ def limits_hold(spec: Mechanism) -> None:
         here = dataclasses.replace(spec, **(type(spec).settings() | limit.settings))
         x = draw(here, SHAPES[0])
         own = {n: y for n, y in x.items() if n in here.inputs and not here.inputs[n].optional}
-        mine: Tensors
-        theirs: Tensors
-        mine, theirs = (own, {}) if limit.inputs is None else limit.inputs(own)
+        made: tuple[Tensors, Tensors] = (own, {}) if limit.inputs is None else limit.inputs(own)
+        mine, theirs = made
         base: Tensors = {n: x[n] for n in ("q", "k", "v")}
         other = registry.get(limit.equals)(**limit.other)
         got = foveal.attention(mechanism=here, **base, **mine)
@@ -373,7 +372,7 @@ def bad_input_is_named(spec: Mechanism) -> None:
 
 
 @contextlib.contextmanager
-def expect(spec: Mechanism, argument: str) -> Iterator[None]:
+def expect(spec: Spec, argument: str) -> Iterator[None]:
     """An error that starts with the mechanism and names the argument and what was expected."""
     try:
         yield

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -72,7 +73,8 @@ class Eviction(Policy):
 
         Args:
             k, v: cached keys (after rotary embedding) and values, [B, G, S, K] and [B, G, S, V].
-            queries: the last queries of the call (after rotary embedding), [B, H, W, K]; the last belongs to slot S - 1.
+            queries: the last queries of the call (after rotary embedding), [B, H, W, K]; they belong to the last W
+                slots.
             real: which slots hold a token, bool [B, S].
             scale: factor of the scores in the model.
             past: what this method returned for the same entries at the previous call, 0 for new ones.
@@ -113,8 +115,8 @@ class Selection(Policy):
 
         Args:
             q: queries of one step, [B, H, K].
-            low, high: smallest and largest value of each channel over the page's tokens, [B, G, P, K]; the newest
-                page is the last.  Pages without a token have +inf and -inf.
+            low, high: smallest and largest value of each channel over the page's tokens, [B, G, P, K].  Rows with
+                fewer tokens end in pages without one: +inf and -inf.
             count: pages to read, the newest included.
         """
         raise NotImplementedError
@@ -124,7 +126,7 @@ class Selection(Policy):
         raise NotImplementedError
 
 
-def attention_paid(k: Tensor, queries: Tensor, *, real: Tensor, scale: float, tile: int = 256) -> Any:
+def attention_paid(k: Tensor, queries: Tensor, *, real: Tensor, scale: float, tile: int = 256) -> Iterator[Tensor]:
     """Yield the attention that tiles of the last queries pay to each key, [B, G, H / G, tile, S], causal, fp32.
 
     Tiles keep memory at O(tile S) where a policy needs every query of a long prompt.
@@ -142,28 +144,27 @@ def attention_paid(k: Tensor, queries: Tensor, *, real: Tensor, scale: float, ti
 
 
 class PageSummary:
-    """Smallest and largest value of each channel over pages of slots, kept up to date as keys arrive."""
+    """Smallest and largest value of each channel over pages of tokens, kept up to date as keys arrive.
+
+    Pages count real tokens, so that padding neither fills nor shifts them.
+    """
 
     def __init__(self, page: int) -> None:
         self.page = page
         self.low: Tensor | None = None
         self.high: Tensor | None = None
-        self.length = 0
 
-    def append(self, k: Tensor, real: Tensor) -> None:
-        """Take in all keys [B, G, S, K] with real [B, S]; only pages that changed are read."""
-        S = k.shape[2]
-        whole = self.length // self.page  # pages that no new key can change
-        fresh, mask = k[:, :, whole * self.page :], real[:, None, whole * self.page :, None]
-        rest = -fresh.shape[2] % self.page
-        low, high = fresh.masked_fill(~mask, torch.inf), fresh.masked_fill(~mask, -torch.inf)
-        low = torch.nn.functional.pad(low, (0, 0, 0, rest), value=torch.inf)
-        high = torch.nn.functional.pad(high, (0, 0, 0, rest), value=-torch.inf)
-        low, high = (x.reshape(*x.shape[:2], -1, self.page, x.shape[-1]) for x in (low, high))
-        low, high = low.amin(3), high.amax(3)
+    def append(self, k: Tensor, position: Tensor, real: Tensor) -> None:
+        """Take in new keys [B, G, n, K] at positions [B, n], real [B, n]; only their pages are touched."""
+        B, G, _, K = k.shape
+        pages = int(position.max()) // self.page + 1
+        low, high = k.new_full((B, G, pages, K), torch.inf), k.new_full((B, G, pages, K), -torch.inf)
         if self.low is not None and self.high is not None:
-            low, high = torch.cat((self.low[:, :, :whole], low), 2), torch.cat((self.high[:, :, :whole], high), 2)
-        self.low, self.high, self.length = low, high, S
+            low[:, :, : self.low.shape[2]], high[:, :, : self.high.shape[2]] = self.low, self.high
+        index = (position.clamp(min=0) // self.page)[:, None, :, None].expand(k.shape)
+        real = real[:, None, :, None]
+        self.low = low.scatter_reduce(2, index, k.masked_fill(~real, torch.inf), "amin")
+        self.high = high.scatter_reduce(2, index, k.masked_fill(~real, -torch.inf), "amax")
 
     def index_select(self, index: Tensor) -> None:
         """Keep the rows ``index`` of the batch in that order."""

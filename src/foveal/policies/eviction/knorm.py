@@ -42,7 +42,8 @@ class KNorm(Eviction, name="knorm"):
     def score(
         self, k: Tensor, v: Tensor, queries: Tensor, *, real: Tensor, scale: float, past: Tensor | None = None
     ) -> Tensor:
-        return -k.float().norm(dim=-1)
+        norm: Tensor = torch.linalg.vector_norm(k.float(), dim=-1)
+        return -norm
 
     def definition(self, k: Tensor, v: Tensor, queries: Tensor, *, scale: float) -> Tensor:
         G, S, _ = k.shape

@@ -21,8 +21,8 @@ class Quest(Selection, name="quest"):
         \quad \text{for every } j \in P
 
     over the query heads that share a key head (the paper's models have one each; the sum is our choice).  The
-    newest page is always read; the prompt and the first two layers are dense.  Nothing is evicted: memory grows by 2 / p of
-    the keys, and a step reads budget / S + 2 / p of the cache.
+    newest page is always read; the prompt and the first two layers are dense.  Nothing is evicted: memory grows by
+    2 / p of the keys, and a step reads budget / S + 2 / p of the cache.
 
     Args:
         budget: entries read per key head and step (int), or a share of the tokens seen (float); rounded to pages.
@@ -56,7 +56,8 @@ class Quest(Selection, name="quest"):
         low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
         bound = (grouped.clamp(min=0) @ high.mT + grouped.clamp(max=0) @ low.mT).sum(2)
         bound = bound.masked_fill(empty[..., 0], -torch.inf)
-        bound[..., P - 1] = torch.inf
+        newest = (~empty[..., 0]).sum(-1, keepdim=True) - 1
+        bound = bound.scatter(-1, newest.clamp(min=0), torch.inf)
         return bound.topk(min(count, P), dim=-1).indices.sort(-1).values
 
     def definition(self, q: Tensor, k: Tensor, *, count: int) -> list[set[int]]:
