@@ -1,4 +1,4 @@
-"""What every test starts from: no network, fixed seeds, one thread per worker, and memory that shows if it is read."""
+"""What every test runs under: no network, fixed seeds, one thread per worker, and poisoned fresh memory."""
 
 import os
 
@@ -8,22 +8,29 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 import torch
 
-
-@pytest.fixture(autouse=True, scope="session")
-def _threads():
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _poisoned(monkeypatch):
-    """New memory is NaN, so that a value nobody wrote cannot pass for 0."""
+def seed():
     torch.manual_seed(0)
-    empty, empty_like, new_empty = torch.empty, torch.empty_like, torch.Tensor.new_empty
 
-    def poison(x):
-        return x.fill_(float("nan")) if x.is_floating_point() and x.device.type == "cpu" else x
 
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: poison(new_empty(*a, **k)))
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """Fill uninitialised floating-point memory with NaN, so that a read before a write shows."""
+
+    def poisoned(make):
+        def wrapper(*args, **kwargs):
+            x = make(*args, **kwargs)
+            return x.fill_(float("nan")) if x.is_floating_point() and x.device.type != "meta" else x
+
+        return wrapper
+
+    for owner, name in [
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch.Tensor, "new_empty"),
+    ]:
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
