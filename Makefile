@@ -12,6 +12,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constra
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+export NO_MKDOCS_2_WARNING := 1
 
 .PHONY: help demo test quick lint format generate bench docs serve mutants clean
 
