@@ -70,6 +70,14 @@ def classes(kind: str) -> list[type[Spec]]:
     return [_classes[kind, name] for name in names(kind)]
 
 
+def by_class_name(name: str, kind: str) -> type[Any]:
+    """The class of a kind that has this Python name; raises AttributeError, as lazy modules need it."""
+    for cls in () if name.startswith("_") else classes(kind):
+        if cls.__name__ == name:
+            return cls
+    raise AttributeError(f"foveal has no {kind} class {name!r}")
+
+
 def path(cls: type[Spec]) -> str:
     """Where a class is written, relative to the package's parent when it is ours."""
     module = importlib.import_module(cls.__module__)
