@@ -73,7 +73,9 @@ def main() -> None:
     for name, (spec, _) in specs.items():
         work = 2 * H * spec.cost.evaluate("train", spec.variables() | {"T": T, "K": D, "V": D})
         rate = work / seconds[name]
-        print(f"{name:20} {seconds[name] * 1e3:9.1f} {seconds[name] / sdpa:14.2f} {rate / 1e9:9.0f} {rate / limit:13.0%}")
+        print(
+            f"{name:20} {seconds[name] * 1e3:9.1f} {seconds[name] / sdpa:14.2f} {rate / 1e9:9.0f} {rate / limit:13.0%}"
+        )
 
 
 if __name__ == "__main__":
