@@ -11,6 +11,7 @@ import pytest
 
 import foveal.testing
 from foveal import registry
+from mutations import BUGS
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "foveal"
@@ -223,3 +224,13 @@ class TestDuplication:
         assert "100.00% of 24 lines in 2 files" in capsys.readouterr().out
         (tmp_path / "b.py").unlink()
         assert duplication.main() == 0
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.file}: {bug.why}")
+def test_planted_bugs_still_apply(bug, tmp_path):
+    """They are planted and hunted by ``make mutants``; here only that no entry has become stale."""
+    copy = tmp_path / bug.file
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_text((PACKAGE / bug.file).read_text())
+    bug.plant(tmp_path)
+    compile(copy.read_text(), bug.file, "exec")
