@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -156,6 +157,13 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         """There is no maximum."""
         return -1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PolicyLayer:
+        """A copy that reports to the same session, so that one compressed prompt can be asked many questions."""
+        twin = PolicyLayer(self.policy, self.number, self.rotation, self.notify)
+        shared = {"policy", "rotation", "notify"}
+        vars(twin).update({n: copy.deepcopy(x, memo) for n, x in vars(self).items() if n not in shared})
+        return twin
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         for name in ("keys", "values", "real", "positions", "past", "tokens"):
