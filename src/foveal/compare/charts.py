@@ -1,0 +1,127 @@
+"""Two small charts as SVG text: points and lines, with units, grid and names beside the marks.
+
+Colours are CSS classes (``c0``, ``c1``, ...), so that the page decides what is readable on its background.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+WIDTH, HEIGHT = 400, 300
+LEFT, RIGHT, TOP, BOTTOM = 44, 108, 12, 40
+ROW = 15  # height of a name
+
+
+def ticks(low: float, high: float, about: int = 4) -> list[float]:
+    """Round numbers from at most ``low`` to at least ``high``, in steps of 1, 2 or 5 times a power of ten."""
+    span = (high - low) or abs(high) or 1.0
+    rough = span / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(n * step, 12) for n in range(first, max(last, first + 1) + 1)]
+
+
+def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Places near the wanted ones, at least ``gap`` apart and inside [low, high] if there is room."""
+    order = sorted(range(len(wanted)), key=lambda n: wanted[n])
+    places = [0.0] * len(wanted)
+    below = low - gap
+    for n in order:
+        below = places[n] = max(wanted[n], below + gap)
+    above = high + gap
+    for n in reversed(order):
+        above = places[n] = min(places[n], above - gap)
+    return places
+
+
+class Frame:
+    """The axes of a chart and the way from values to places in it."""
+
+    def __init__(self, xs: Sequence[float], ys: Sequence[float], x: str, y: str, top: float | None = None) -> None:
+        self.x_ticks, self.y_ticks = ticks(0.0, max(xs)), ticks(0.0, top or max(ys))
+        self.titles = x, y
+
+    def at(self, x: float, y: float) -> tuple[float, float]:
+        """Where a value is drawn."""
+        across = x / self.x_ticks[-1] * (WIDTH - LEFT - RIGHT)
+        return LEFT + across, HEIGHT - BOTTOM - y / self.y_ticks[-1] * (HEIGHT - TOP - BOTTOM)
+
+    def svg(self, title: str, marks: str) -> str:
+        """The chart around its marks."""
+        parts = []
+        for value in self.x_ticks:
+            x, y = self.at(value, 0)
+            parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" text-anchor="middle">{value:g}</text>')
+        for value in self.y_ticks:
+            x, y = self.at(0, value)
+            parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+            parts.append(f'<text x="{x - 6:.1f}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
+        across, up = (LEFT + WIDTH - RIGHT) / 2, (TOP + HEIGHT - BOTTOM) / 2
+        parts.append(f'<text x="{across:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{escape(self.titles[0])}</text>')
+        turned = f'transform="translate(11 {up:.1f}) rotate(-90)"'
+        parts.append(f'<text {turned} text-anchor="middle">{escape(self.titles[1])}</text>')
+        return (
+            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}{marks}</svg>'
+        )
+
+
+def names(ends: Sequence[tuple[str, float, float]]) -> str:
+    """Names in a column on the right, each joined to the place (x, y) of its mark."""
+    places = spread([y for _, _, y in ends], ROW, TOP + 6, HEIGHT - BOTTOM)
+    parts, column = [], WIDTH - RIGHT + 14
+    for n, ((name, x, y), place) in enumerate(zip(ends, places, strict=True)):
+        parts.append(f'<path class="lead c{n % 10}" d="M{x:.1f} {y:.1f}L{column - 3} {place:.1f}"/>')
+        parts.append(f'<text class="name c{n % 10}" x="{column}" y="{place + 4:.1f}">{escape(name)}</text>')
+    return "".join(parts)
+
+
+def scatter(
+    points: Sequence[tuple[str, float, float]],
+    *,
+    x: str,
+    y: str,
+    bars: Mapping[str, tuple[float, ...]] | None = None,
+    top: float | None = None,
+) -> str:
+    """Named points.
+
+    Args:
+        points: name, x and y of each.
+        x, y: what the axes are, with units.
+        bars: lower and upper end of a vertical bar by name.
+        top: end of the y axis; None is the highest point's.
+    """
+    frame = Frame([p[1] for p in points], [p[2] for p in points], x, y, top)
+    marks, ends = [], []
+    for n, (name, *where) in enumerate(points):
+        across, up = frame.at(where[0], where[1])
+        if bars is not None:
+            low, high = (frame.at(where[0], end)[1] for end in bars[name])
+            marks.append(f'<path class="bar c{n % 10}" d="M{across:.1f} {low:.1f}V{high:.1f}"/>')
+        marks.append(
+            f'<circle class="c{n % 10}" cx="{across:.1f}" cy="{up:.1f}" r="4.5"><title>{escape(name)}</title></circle>'
+        )
+        ends.append((name, across, up))
+    return frame.svg(f"{y} against {x}", names(ends) + "".join(marks))
+
+
+def lines(series: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: str) -> str:
+    """Named lines.
+
+    Args:
+        series: points (x, y) of each line in order.
+        x, y: what the axes are, with units.
+    """
+    every = list(itertools.chain.from_iterable(series.values()))
+    frame = Frame([p[0] for p in every], [p[1] for p in every], x, y)
+    marks, ends = [], []
+    for n, (name, points) in enumerate(series.items()):
+        places = [frame.at(*point) for point in points]
+        path = "L".join(f"{across:.1f} {up:.1f}" for across, up in places)
+        marks.append(f'<path class="line c{n % 10}" d="M{path}"><title>{escape(name)}</title></path>')
+        ends.append((name, *places[-1]))
+    return frame.svg(f"{y} against {x}", names(ends) + "".join(marks))

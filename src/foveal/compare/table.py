@@ -1,0 +1,71 @@
+"""Results in the terminal: a table, what its columns mean, and progress while it fills.
+
+Needs the extra ``foveal[cli]``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from foveal.compare.results import MEANING, Comparison, Measurement, amount
+from foveal.compare.runner import Progress
+
+
+def table(result: Comparison) -> Table:
+    """One row per method; those that were not measured stay with a dash, and a remark says why."""
+    found = Table(title=None, header_style="bold", pad_edge=False)
+    found.add_column("method", no_wrap=True)
+    for name in ("prefill s", "decode tok/s", "cache peak / held", "perplexity", "KL", "top-1", "recall [95%]"):
+        found.add_column(name, justify="right")
+    for measurement in result.measurements:
+        found.add_row(measurement.method, *(cells(measurement) if measurement.samples else ["-"] * 7))
+    return found
+
+
+def cells(m: Measurement) -> list[str]:
+    """The seven figures of a measured method as text."""
+    prefill, decode = m.prefill, m.decode
+    return [
+        f"{prefill.median:.2f} ({prefill.low:.2f}-{prefill.high:.2f})",
+        f"{decode.median:.1f} ({decode.low:.1f}-{decode.high:.1f})",
+        f"{amount(m.peak_bytes)} / {amount(m.held_bytes)}",
+        f"{m.perplexity:.2f}",
+        f"{m.divergence:.3f}",
+        f"{m.agreement.rate:.0%}",
+        str(m.recall),
+    ]
+
+
+def show(result: Comparison, console: Console) -> None:
+    """Print the table, the remarks, what the numbers mean, and on what they were measured."""
+    if result.finished:
+        console.print(table(result))
+    for remark in result.remarks:
+        console.print(f"Note: {remark}", style="yellow", markup=False, highlight=False)
+    console.print()
+    for name, meaning in MEANING.items():
+        console.print(f"{name:>10}  {meaning}", style="dim", markup=False, highlight=False)
+    console.print()
+    for line in [*result.setup.lines, f"took {result.seconds:.0f} s"]:
+        console.print(line, style="dim", markup=False, highlight=False)
+
+
+@contextlib.contextmanager
+def progress(console: Console, rounds: int) -> Iterator[Callable[[Progress], None]]:
+    """A bar with the current method, round and phase, the time that has passed and what is left."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    with Bar(*columns, *times, console=console, transient=True, speed_estimate_period=60) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def update(at: Progress) -> None:
+            text = f"{at.method}: {at.phase}, round {at.round} of {rounds}"
+            bar.update(task, completed=at.done, total=at.total, description=text)
+
+        yield update
