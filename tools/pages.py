@@ -10,6 +10,7 @@ from typing import Any
 
 import foveal
 from foveal import registry
+from foveal.spec import Spec
 
 FOLDERS = registry.FOLDERS
 SECTIONS = ("Args", "Returns", "Raises", "Shapes")
@@ -130,7 +131,7 @@ def card(cls: type[Any]) -> str:
             ("Engine", "[cache](../engines/cache.md)"),
             ("Frees memory", "yes" if cls.frees_memory else "no"),
         ]
-    return table(("", ""), rows)
+    return table(rows[0], rows[1:])
 
 
 def page(cls: type[Any]) -> str:
@@ -165,14 +166,14 @@ def tensors(cls: type[Any]) -> str:
 
 
 def cost(cls: type[Any]) -> str:
-    return table(
-        ("", "Leading order"),
-        (
-            ("Multiply-adds for T tokens", f"`{cls.cost.train}`"),
-            ("Multiply-adds for one more token", f"`{cls.cost.decode}`"),
-            ("Numbers kept for decoding", f"`{cls.cost.state}`"),
-        ),
+    rows = (
+        ("Multiply-adds for T tokens", f"`{cls.cost.train}`"),
+        ("Multiply-adds for one more token", f"`{cls.cost.decode}`"),
+        ("Numbers kept for decoding", f"`{cls.cost.state}`"),
     )
+    names = markdown(inspect.getdoc(cls.variables) or "").removeprefix("Adds ")
+    own = f"\n\nBeside the settings: {names}" if cls.variables is not Spec.variables else ""
+    return table(("", "Leading order"), rows) + own
 
 
 def paper(cls: type[Any]) -> str:
