@@ -105,11 +105,11 @@ def test_decoding_by_hand_equals_generate(models, cache):
     model, inputs = models("llama"), tiny.prompt(B=1)
     with hf.use(model, cache=policy(cache, 16)) as session:
         want = generated(model, inputs)[0, 40:]
-        out, got = model(**inputs, cache=session.new_cache()), []
+        out, got = model(**inputs, **tiny.past(session.new_cache())), []
         for _ in range(12):
             token = out.logits[:, -1:].argmax(-1)
             got.append(token.item())
-            out = model(token, cache=out.cache)
+            out = model(token, **tiny.past(tiny.cache_of(out)))
     assert got == want.tolist()
 
 
@@ -124,9 +124,9 @@ def test_eviction_equals_a_mask_over_what_was_kept():
     ids = tiny.prompt(B=1, T=45)["input_ids"]
     for name in ("random", "knorm", "snapkv"):  # these evict no generated token
         with hf.use(model, cache=policy(name, 16)) as session:
-            past = model(ids[:, :40], use_cache=True).cache
+            past = tiny.cache_of(model(ids[:, :40], use_cache=True))
             kept = session.cache.layers[0].positions[0, 0].tolist()
-            got = torch.cat([model(ids[:, t : t + 1], cache=past).logits for t in range(40, 45)], 1)
+            got = torch.cat([model(ids[:, t : t + 1], **tiny.past(past)).logits for t in range(40, 45)], 1)
         visible = torch.ones(45, 45, dtype=torch.bool).tril()
         visible[40:, :40] = False
         visible[40:, kept] = True
@@ -146,7 +146,8 @@ def test_streaming_llm_places_kept_tokens_side_by_side(models):
         assert layer.positions[0, 0].tolist() == kept
         got = layer.keys
     # the first layer's keys depend on the token and its position only
-    plain = one(ids[:, kept], use_cache=True, cache=DynamicCache(config=one.config)).cache.layers[0].keys
+    out = one(ids[:, kept], use_cache=True, **tiny.past(DynamicCache(config=one.config)))
+    plain = tiny.cache_of(out).layers[0].keys
     # slots count from 0 here and end at the true position there: rotate all by the difference
     moved = hf.models.move(plain, torch.tensor([30]), *hf.models.rotation(one))
     close(got, moved, rtol=1e-4, atol=1e-5)
@@ -156,12 +157,12 @@ def test_streaming_llm_keeps_closing_the_gap_while_decoding(models):
     model = models("llama")
     ids = tiny.prompt(B=1, T=60)["input_ids"]
     with hf.use(model, cache=foveal.get("streaming_llm")(budget=10, sinks=3)) as session:
-        cache = model(ids[:, :40], use_cache=True).cache
+        cache = tiny.cache_of(model(ids[:, :40], use_cache=True))
         for t in range(40, 60):
-            model(ids[:, t : t + 1], cache=cache)
+            model(ids[:, t : t + 1], **tiny.past(cache))
         got = session.cache.layers[0].keys
     kept = [0, 1, 2, *range(53, 60)]
-    plain = model(ids[:, kept], use_cache=True).cache.layers[0].keys
+    plain = tiny.cache_of(model(ids[:, kept], use_cache=True)).layers[0].keys
     close(got, hf.models.move(plain, torch.tensor([50]), *hf.models.rotation(model)), rtol=1e-4, atol=1e-5)
 
 
@@ -185,9 +186,9 @@ def test_h2o_sums_go_on_over_calls(models):
     with hf.use(model, cache=policy("h2o", 100)) as session:
         model(ids, use_cache=True)
         want = [layer.past for layer in session.cache.layers]
-        cache = model(ids[:, :25], use_cache=True, cache=session.new_cache()).cache
-        model(ids[:, 25:39], cache=cache)
-        model(ids[:, 39:], cache=cache)
+        cache = tiny.cache_of(model(ids[:, :25], use_cache=True, **tiny.past(session.new_cache())))
+        model(ids[:, 25:39], **tiny.past(cache))
+        model(ids[:, 39:], **tiny.past(cache))
         for layer, total in zip(cache.layers, want, strict=True):
             close(layer.past, total, rtol=1e-4, atol=1e-5)
 
@@ -198,13 +199,16 @@ def test_a_second_question_on_a_compressed_cache(models, cache):
     model = models("llama")
     ids = tiny.prompt(B=2, T=60)["input_ids"]
     with hf.use(model, cache=policy(cache, 16)) as session:
-        past = model(ids[:, :30], use_cache=True).cache
-        out = model(ids[:, 30:50], cache=past)
+        past = tiny.cache_of(model(ids[:, :30], use_cache=True))
+        out = model(ids[:, 30:50], **tiny.past(past))
         assert past.get_seq_length() == 50
         if cache != "quest":
             assert session.cache.lengths[1].tolist() == [[16, 16], [16, 16]]
         text = model.generate(
-            torch.cat((ids[:, :50], out.logits[:, -1:].argmax(-1)), 1), cache=past, max_new_tokens=5, do_sample=False
+            torch.cat((ids[:, :50], out.logits[:, -1:].argmax(-1)), 1),
+            **tiny.past(past),
+            max_new_tokens=5,
+            do_sample=False,
         )
         assert text.shape[0] == 2
 
@@ -267,10 +271,10 @@ def test_fla_747_windows_padding_and_hybrid_layers_decode_like_the_full_forward(
                 inputs["input_ids"][:, t : t + 1],
                 attention_mask=inputs["attention_mask"][:, : t + 1],
                 position_ids=positions,
-                cache=past,
+                **tiny.past(past),
                 use_cache=True,
             )
-            past = out.cache
+            past = tiny.cache_of(out)
             rows.append(out.logits)
     plain = model(**inputs, position_ids=(inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)).logits
     close(torch.cat(rows, 1)[real], plain[real], rtol=1e-4, atol=1e-4)
@@ -282,7 +286,7 @@ def test_kvpress_152_an_empty_cache_is_still_a_cache(models):
     model = models("llama")
     for T in (1, 2, 3):
         with hf.use(model, cache="knorm", compression_ratio=0.9) as session:
-            out = model(tiny.prompt(B=1, T=T)["input_ids"], cache=session.new_cache())
+            out = model(tiny.prompt(B=1, T=T)["input_ids"], **tiny.past(session.new_cache()))
             assert session.cache.lengths[0].tolist() == [[1, 1]]
             assert out.logits.isfinite().all()
 
@@ -337,14 +341,14 @@ def test_what_cannot_be_switched_says_why(models):
 
 def test_a_cache_from_outside_is_refused(models):
     model, ids = models("llama"), tiny.prompt(B=1)["input_ids"]
-    past = model(ids, use_cache=True).cache
+    past = tiny.cache_of(model(ids, use_cache=True))
     with hf.use(model, cache="knorm"), pytest.raises(ValueError, match="holds 40 tokens outside the policy"):
-        model(ids[:, :1], cache=past)
+        model(ids[:, :1], **tiny.past(past))
 
 
 def test_compressed_caches_are_not_cut_back(models):
     model, ids = models("llama"), tiny.prompt(B=1)["input_ids"]
     with hf.use(model, cache="knorm", budget=8):
-        past = model(ids, use_cache=True).cache
+        past = tiny.cache_of(model(ids, use_cache=True))
         with pytest.raises(NotImplementedError, match="cannot be cut back"):
             past.crop(-3)

@@ -1,11 +1,14 @@
 """Tiny random models of the architectures that the switch supports."""
 
+import inspect
+
 import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     Phi3Config,
     Qwen2Config,
@@ -50,6 +53,16 @@ def make(name):
             if parameter.dim() > 1:
                 parameter.normal_(std=0.25)
     return model
+
+
+def past(cache):
+    """A cache as the keyword that this transformers' models take."""
+    return {"cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values": cache}
+
+
+def cache_of(out):
+    """The cache that a model returned."""
+    return out["cache"] if "cache" in out else out["past_key_values"]
 
 
 def sliding_only():

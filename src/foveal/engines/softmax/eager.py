@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from foveal.call import Call, Positions, Result
-from foveal.precision import upcast
+from foveal.precision import upcast, upcast_on_cpu
 from foveal.state import KeyValueState
 
 if TYPE_CHECKING:
@@ -190,10 +190,10 @@ def run(spec: SoftmaxAttention, call: Call) -> Result:
 
 
 def sdpa(spec: SoftmaxAttention, call: Call) -> Result:
-    """Torch's own kernel."""
+    """Torch's own kernel, which accumulates half precision in fp32."""
     call = skip_hidden(with_state(call))
     state = final_state(spec, call) if call.want_state else None
-    wide = call.replace(q=upcast(call.q), k=upcast(call.k), v=upcast(call.v))
+    wide = call.replace(q=upcast_on_cpu(call.q), k=upcast_on_cpu(call.k), v=upcast_on_cpu(call.v))
     T, S = call.q.shape[2], call.k.shape[2]
     everything = call.padding is None and call.mask is None and call.bias is None
     triangle = everything and call.causal and T == S
