@@ -23,9 +23,10 @@ except ImportError as missing:
     sys.exit(f"foveal: the command line needs the package {missing.name}; pip install 'foveal[cli]'")
 
 BAD_INPUT, INTERRUPTED, FAILED = 2, 130, 1
+DEMO_MODEL = "SmolLM2-135M-Instruct"
 
 app = typer.Typer(
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Every efficient attention in one call, on your model and your text.",
@@ -60,22 +61,25 @@ def version(wanted: bool) -> None:
 
 @app.callback()
 def main_options(
+    context: typer.Context,
     show_version: Annotated[
         bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
     """Every efficient attention in one call, on your model and your text."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @app.command()
 def compare(
     model: Annotated[
         Optional[str],  # noqa: UP045 - typer reads the annotation on Python 3.10 too
-        typer.Option(help="Folder, GGUF file or hub id of a decoder model.  [default: SmolLM2-135M-Instruct]"),
+        typer.Option(help="Folder, GGUF file or hub id of a decoder model.", show_default=DEMO_MODEL),
     ] = None,
     document: Annotated[
         Optional[pathlib.Path],  # noqa: UP045
-        typer.Option(help="A UTF-8 text file.  [default: Python's language reference]"),
+        typer.Option(help="A UTF-8 text file.", show_default="Python's language reference"),
     ] = None,
     length: Annotated[int, typer.Option(help="Tokens of the context.")] = 1536,
     methods: Annotated[
@@ -88,7 +92,7 @@ def compare(
     rounds: Annotated[int, typer.Option(help="How often everything is measured, with other facts each time.")] = 3,
     threads: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="Threads of torch.  [default: torch's own choice]"),
+        typer.Option(help="Threads of torch.", show_default="torch's choice"),
     ] = None,
     json_file: Annotated[
         Optional[pathlib.Path],  # noqa: UP045
@@ -96,7 +100,7 @@ def compare(
     ] = None,
     html_file: Annotated[
         Optional[pathlib.Path],  # noqa: UP045
-        typer.Option("--html", help="Write the report to this file.  [default: a new foveal-compare.html]"),
+        typer.Option("--html", help="Write the report to this file.", show_default="a new foveal-compare.html"),
     ] = None,
     no_html: Annotated[bool, typer.Option("--no-html", help="Write no report.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the files named by --json and --html.")] = False,
@@ -166,7 +170,7 @@ def prepare(
         torch.set_num_threads(threads)
     from foveal import hf
 
-    with err.status(f"Loading {model or 'SmolLM2-135M-Instruct'}"):
+    with err.status(f"Loading {model or DEMO_MODEL}"):
         network, tokenizer = hf.load(model)
     return plan(
         network,
@@ -177,7 +181,7 @@ def prepare(
         budget=budget,
         seed=seed,
         rounds=rounds,
-        model_name=pathlib.Path(model).name if model else "SmolLM2-135M-Instruct",
+        model_name=pathlib.Path(model).name if model else DEMO_MODEL,
         document_name=title,
     )
 
@@ -259,7 +263,7 @@ def show(name: Annotated[str, typer.Argument(help="Key or alias of a mechanism o
         import inspect
 
         out.print(f"{cls.name} ({cls.kind})", style="bold", highlight=False)
-        out.print(inspect.getdoc(cls), markup=False, highlight=False)
+        out.print(inspect.getdoc(cls), markup=False, highlight=False, soft_wrap=True)
         facts = {"paper": f"{cls.paper.title}, {cls.paper.authors} {cls.paper.year}", "link": cls.paper.link}
         if cls.kind == "mechanism":
             facts |= {"engine": cls.engine, "train": cls.cost.train, "decode": cls.cost.decode, "state": cls.cost.state}
@@ -267,7 +271,7 @@ def show(name: Annotated[str, typer.Argument(help="Key or alias of a mechanism o
         facts |= {"settings": ", ".join(f"{k}={v!r}" for k, v in cls.settings().items()), "file": registry.path(cls)}
         out.print()
         for key, value in facts.items():
-            out.print(f"{key:>12}  {value}", markup=False, highlight=False)
+            out.print(f"{key:>12}  {value}", markup=False, highlight=False, soft_wrap=True)
 
 
 def matches(text: str) -> list[Any]:

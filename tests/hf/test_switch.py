@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.hf import tiny
 from transformers import BertConfig, BertModel, DynamicCache, T5Config, T5ForConditionalGeneration
 
 import foveal
 from foveal import hf
+from tests.hf import tiny
 
 close = torch.testing.assert_close
 NAMES = tuple(tiny.CONFIGS)

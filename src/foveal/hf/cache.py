@@ -162,7 +162,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         """A copy that reports to the same session, so that one compressed prompt can be asked many questions."""
         twin = PolicyLayer(self.policy, self.number, self.rotation, self.notify)
         shared = {"policy", "rotation", "notify"}
-        vars(twin).update({n: copy.deepcopy(x, memo) for n, x in vars(self).items() if n not in shared})
+        twin.__dict__.update({n: copy.deepcopy(x, memo) for n, x in vars(self).items() if n not in shared})
         return twin
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
