@@ -28,5 +28,5 @@ def test_a_missing_one_is_named(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(ImportError, match=r"foveal\\.hf needs transformers"):
+    with pytest.raises(ImportError, match=r"foveal\.hf needs transformers"):
         versions.check()
