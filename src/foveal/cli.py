@@ -6,6 +6,9 @@ Needs the extra ``foveal[cli]``.
 from __future__ import annotations
 
 import contextlib
+import difflib
+import inspect
+import json
 import os
 import pathlib
 import sys
@@ -219,8 +222,6 @@ def unused(file: pathlib.Path) -> pathlib.Path:
 
 def write(result: Any, files: dict[str, pathlib.Path]) -> None:
     """Write the formats asked for, and say where."""
-    import json
-
     from foveal.compare.report import render
 
     for kind, file in files.items():
@@ -257,11 +258,8 @@ def show(name: Annotated[str, typer.Argument(help="Key or alias of a mechanism o
     """Show a mechanism or a policy: formula, settings, paper, cost, file."""
     found = [cls for cls in matches(name) if name.lower().replace("-", "_") in (cls.name, *cls.aliases)]
     if not found:
-        with plain_errors():
-            found = [registry.get(name)]
+        stop(f"name: unknown {name!r}; {nearest(name)}")
     for cls in found:
-        import inspect
-
         out.print(f"{cls.name} ({cls.kind})", style="bold", highlight=False)
         out.print(inspect.getdoc(cls), markup=False, highlight=False, soft_wrap=True)
         facts = {"paper": f"{cls.paper.title}, {cls.paper.authors} {cls.paper.year}", "link": cls.paper.link}
@@ -272,6 +270,12 @@ def show(name: Annotated[str, typer.Argument(help="Key or alias of a mechanism o
         out.print()
         for key, value in facts.items():
             out.print(f"{key:>12}  {value}", markup=False, highlight=False, soft_wrap=True)
+
+
+def nearest(name: str) -> str:
+    """A hint at the keys that look like a wrong one."""
+    near = difflib.get_close_matches(name.lower(), [n for kind in registry.FOLDERS for n in registry.names(kind)], n=3)
+    return f"did you mean {', '.join(near)}?" if near else "`foveal list` shows all"
 
 
 def matches(text: str) -> list[Any]:

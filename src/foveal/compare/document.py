@@ -12,8 +12,8 @@ from typing import Any
 DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)
 PROSE = ("specialnames", "compound", "customization", "execmodel", "import", "strings", "naming", "objects", "types")
 PEOPLE = (
-    "Amelia", "Boris", "Clara", "Dmitri", "Elena", "Farid", "Greta", "Hassan", "Ines", "Jonas", "Keiko", "Lars",
-    "Marta", "Nadia", "Oscar", "Petra", "Quentin", "Rosa", "Stefan", "Tessa", "Umar", "Vera", "Walter", "Yusuf",
+    "Ahmed", "Amelia", "Boris", "Carlos", "Chen", "Clara", "Diana", "Emma", "Grace", "Hannah", "Hassan", "Ivan",
+    "Julia", "Karl", "Lars", "Leo", "Lucy", "Olivia", "Omar", "Oscar", "Rosa", "Sofia", "Victor", "Wei",
 )  # fmt: skip
 BREAK_WITHIN = 64  # tokens that a fact may move forward to the next line break
 

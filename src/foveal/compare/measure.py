@@ -93,7 +93,7 @@ def measure(
             advance(model, torch.tensor([excerpt.context], device=device), cache)
             prefill_seconds = clock(device) - start
         held = nbytes(cache)
-        peak = max(getattr(cache, "peak_nbytes", 0), *(size for _, size in trace))
+        peak = max(held, getattr(cache, "peak_nbytes", 0), *(size for _, size in trace))
         tick("reading", len(excerpt.context))
         fork = copy.deepcopy(cache)
         logits, step_seconds = [], []

@@ -13,10 +13,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from foveal.compare import charts
-from foveal.compare.results import MEANING, Comparison, Measurement, Sample, amount
+from foveal.compare.results import MEANING, Comparison, Measurement, Sample, amount, rate
 
 MIB = 2**20
-COLUMNS = ("prefill", "decode", "cache", "perplexity", "KL", "top-1", "recall")
+COLUMNS = ("prefill", "decode", "cache", "PPL", "KL", "top-1", "recall")
 
 
 def render(result: Comparison) -> str:
@@ -41,8 +41,8 @@ def rows(m: Measurement) -> list[tuple[str, str]]:
     low, high = m.recall.interval
     return [
         (f"{prefill.median:.2f} s", f"{prefill.low:.2f}-{prefill.high:.2f}"),
-        (f"{decode.median:.1f}/s", f"{decode.low:.1f}-{decode.high:.1f}"),
-        (amount(m.peak_bytes), f"then {amount(m.held_bytes)}"),
+        (f"{rate(decode.median)}/s", f"{rate(decode.low)}-{rate(decode.high)}"),
+        (amount(m.held_bytes), f"peak {amount(m.peak_bytes)}"),
         (f"{m.perplexity:.2f}", ""),
         (f"{m.divergence:.3f}", "nats"),
         (f"{m.agreement.rate:.0%}", f"of {m.agreement.trials}"),

@@ -13,8 +13,8 @@ CONFIDENCE_95 = statistics.NormalDist().inv_cdf(0.975)
 MEANING = {
     "prefill": "seconds to read the context; median of the rounds (lowest to highest); eviction adds its scoring here",
     "decode": "tokens a second when the continuation is fed one token at a time; median of the steps (quartiles)",
-    "cache": "bytes of memory that keys and values hold: the largest while reading, and after the context was read",
-    "perplexity": "of the document's own continuation given the compressed context; lower is better, compare with full",
+    "cache": "memory that keys and values hold after the context was read, and the most while it was read",
+    "PPL": "perplexity of the document's own continuation given the compressed context; lower is better, compare with full",
     "KL": "mean divergence of the next-token distributions from full attention's, in nats; 0 is the same everywhere",
     "top-1": "share of continuation tokens for which the most likely next token is that of full attention",
     "recall": "hidden facts whose five digits are all repeated when asked for after the context was compressed, with "
@@ -196,7 +196,7 @@ class Setup:
     def lines(self) -> list[str]:
         """The same in a few lines for people."""
         return [
-            f"{self.model}: {self.parameters / 1e6:,.0f} million parameters, {self.layers} layers, "
+            f"{self.model}: {self.parameters / 1e6:.3g} million parameters, {self.layers} layers, "
             f"{self.query_heads} query and {self.key_heads} key heads, {self.dtype}",
             f"{self.document}: context {self.length} tokens, continuation {self.continuation}, budget {self.budget} "
             f"entries per key head, {self.rounds} round(s), {len(self.depths)} facts a round, seed {self.seed}",
@@ -293,6 +293,11 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, middle, high
+
+
+def rate(number: float) -> str:
+    """Tokens a second for people: ``"17.3"``, ``"1826"``."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.1f}"
 
 
 def amount(number: int) -> str:

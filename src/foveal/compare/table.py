@@ -8,20 +8,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from foveal.compare.results import MEANING, Comparison, Measurement, amount
+from foveal.compare.results import MEANING, Comparison, Measurement, amount, rate
 from foveal.compare.runner import Progress
 
 
 def table(result: Comparison) -> Table:
-    """One row per method; those that were not measured stay with a dash, and a remark says why."""
-    found = Table(title=None, header_style="bold", pad_edge=False)
-    found.add_column("method", no_wrap=True)
-    for name in ("prefill s", "decode tok/s", "cache peak / held", "perplexity", "KL", "top-1", "recall [95%]"):
+    """One row per method with spreads in small print; a dash where nothing was measured, and a remark says why."""
+    found = Table("method", header_style="bold", pad_edge=False, box=box.SIMPLE_HEAD)
+    for name in ("prefill\ns", "decode\ntokens/s", "cache\npeak", "PPL", "KL", "top-1", "recall\n95%"):
         found.add_column(name, justify="right")
     for measurement in result.measurements:
         found.add_row(measurement.method, *(cells(measurement) if measurement.samples else ["-"] * 7))
@@ -29,16 +29,16 @@ def table(result: Comparison) -> Table:
 
 
 def cells(m: Measurement) -> list[str]:
-    """The seven figures of a measured method as text."""
-    prefill, decode = m.prefill, m.decode
+    """The seven figures of a measured method, with their spread below."""
+    prefill, decode, (low, high) = m.prefill, m.decode, m.recall.interval
     return [
-        f"{prefill.median:.2f} ({prefill.low:.2f}-{prefill.high:.2f})",
-        f"{decode.median:.1f} ({decode.low:.1f}-{decode.high:.1f})",
-        f"{amount(m.peak_bytes)} / {amount(m.held_bytes)}",
+        f"{prefill.median:.2f}\n[dim]{prefill.low:.2f}-{prefill.high:.2f}[/]",
+        f"{rate(decode.median)}\n[dim]{rate(decode.low)}-{rate(decode.high)}[/]",
+        f"{amount(m.held_bytes)}\n[dim]{amount(m.peak_bytes)}[/]",
         f"{m.perplexity:.2f}",
         f"{m.divergence:.3f}",
         f"{m.agreement.rate:.0%}",
-        str(m.recall),
+        f"{m.recall.found}/{m.recall.trials}\n[dim]{low * 100:.0f}-{high * 100:.0f}%[/]",
     ]
 
 

@@ -69,6 +69,9 @@ def check(model: object) -> None:
         raise UnsupportedModel(
             f"model: {name} does not use transformers' attention interface, so nothing can be switched"
         )
+    causal = [module.is_causal for module in model.get_decoder().modules() if hasattr(module, "is_causal")]
+    if causal and not any(causal):
+        raise UnsupportedModel(f"model: {name} attends in both directions, expected a decoder")
     config = decoder_config(model)
     if not getattr(config, "num_attention_heads", 0):
         raise UnsupportedModel(f"model: {name} has no attention heads")
