@@ -63,6 +63,11 @@ class BlockSparse(SoftmaxAttention):
         """Orders in which positions are cut into blocks; -1 leaves a slot empty.  Default: one, as they come."""
         return [torch.arange(length)]
 
+    @property
+    def in_order(self) -> bool:
+        """Whether keys stay as they come, so that blocks are views of them."""
+        return type(self).layouts is BlockSparse.layouts
+
     def select(self, q: Tensor, blocks: Blocks, position: Tensor, *args: Any, **inputs: Any) -> Tensor:
         """The blocks that each query reads, bool, broadcastable to [B, H, T, N].
 

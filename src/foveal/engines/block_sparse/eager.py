@@ -28,16 +28,21 @@ class Layout:
         real: whether the slot holds a real token, bool [B or 1, N, block].
         position: [N, block].
         part: [N].
+        plain: whether slots are simply 0, 1, 2, ..., so that keys need no gathering.
     """
 
     slot: Tensor
     real: Tensor
     position: Tensor
     part: Tensor
+    plain: bool
 
     def take(self, x: Tensor) -> Tensor:
         """Keys or values [B, G, S, X] as blocks [B, G, N, block, X], 0 in empty slots."""
-        B, G, _, X = x.shape
+        B, G, S, X = x.shape
+        if self.plain:
+            rest = self.position.numel() - S
+            return (torch.nn.functional.pad(x, (0, 0, 0, rest)) if rest else x).reshape(B, G, *self.position.shape, X)
         index = self.slot.expand(B, *self.slot.shape[1:]).reshape(B, 1, -1, 1).expand(B, G, -1, X)
         return x.gather(2, index).view(B, G, *self.position.shape, X).where(self.real[:, None, ..., None], 0)
 
@@ -74,7 +79,7 @@ def lay_out(spec: BlockSparse, call: Call) -> Layout:
         count = call.padding.sum(-1)[:, None, None]
         real = real & (slot < count)
         slot = order.gather(1, slot.expand(len(order), -1, -1).flatten(1)).view(-1, *position.shape)
-    return Layout(slot, real, position, part)
+    return Layout(slot, real, position, part, plain=call.padding is None and spec.in_order)
 
 
 def as_blocks(call: Call, layout: Layout) -> Blocks:

@@ -137,7 +137,7 @@ class Decay:
     """Products of decays between positions of a chunk, [..., C, 1 or K], and what they do to vectors.
 
     Sums run in float64, where the difference of two sums of up to C decays keeps its digits even after a decay
-    of -1e4; what is returned is back in the vectors' precision.
+    of -1e4; differences, whose exponentials matter only where they are small, are back in the vectors' precision.
     """
 
     def __init__(self, log_decay: Tensor | None) -> None:
@@ -146,15 +146,15 @@ class Decay:
 
     def total(self) -> Tensor | None:
         """Decay over the whole chunk, [..., 1 or K, 1]."""
-        return None if self.sums is None else self.sums[..., -1, :, None].exp().to(self.dtype)
+        return None if self.sums is None else self.sums[..., -1, :, None].to(self.dtype).exp()
 
     def since_start(self, x: Tensor) -> Tensor:
         """Each row times the decay from the start of the chunk up to and including its token."""
-        return x if self.sums is None else x * self.sums.exp().to(x.dtype)
+        return x if self.sums is None else x * self.sums.to(x.dtype).exp()
 
     def until_end(self, x: Tensor) -> Tensor:
         """Each row times the decay after its token up to the end of the chunk."""
-        return x if self.sums is None else x * (self.sums[..., -1:, :] - self.sums).exp().to(x.dtype)
+        return x if self.sums is None else x * (self.sums[..., -1:, :] - self.sums).to(x.dtype).exp()
 
     def pairs(self, left: Tensor, right: Tensor, *, strict: bool) -> Tensor:
         """A_ts = sum_k left_tk right_sk exp(sum of decays in (s, t]) for s <= t (s < t if strict), else 0."""
@@ -164,20 +164,20 @@ class Decay:
         past = torch.ones(C, C, dtype=torch.bool, device=left.device).tril(offset)
         if self.sums.shape[-1] == 1:
             between = self.sums - self.sums.mT
-            return (left @ right.mT) * between.masked_fill(~past, -torch.inf).exp().to(left.dtype)
+            return (left @ right.mT) * between.to(left.dtype).masked_fill(~past, -torch.inf).exp()
         rows = []
         for start in range(0, C, BLOCK):
             stop = min(start + BLOCK, C)
             here = self.sums[..., start:stop, :]
-            between = here[..., :, None, :] - here[..., None, :, :]
-            near = between.masked_fill(~past[start:stop, start:stop, None], -torch.inf).exp().to(left.dtype)
+            between = (here[..., :, None, :] - here[..., None, :, :]).to(left.dtype)
+            near = between.masked_fill(~past[start:stop, start:stop, None], -torch.inf).exp()
             own = (left[..., start:stop, None, :] * near * right[..., None, start:stop, :]).sum(-1)
             pieces = [own, own.new_zeros(*own.shape[:-1], C - stop)]
             if start:
                 # both exponents are <= 0: the anchor stands between the two tokens
                 anchor = self.sums[..., start - 1 : start, :]
-                late = left[..., start:stop, :] * (here - anchor).exp().to(left.dtype)
-                early = right[..., :start, :] * (anchor - self.sums[..., :start, :]).exp().to(left.dtype)
+                late = left[..., start:stop, :] * (here - anchor).to(left.dtype).exp()
+                early = right[..., :start, :] * (anchor - self.sums[..., :start, :]).to(left.dtype).exp()
                 pieces.insert(0, late @ early.mT)
             rows.append(torch.cat(pieces, -1))
         return torch.cat(rows, -2)
