@@ -19,7 +19,12 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).parents[1]
 LAWS, CONVENTIONS, POLICIES = "tests/test_mechanisms.py", "tests/test_conventions.py", "tests/test_policies.py"
-SWITCH, LAYER, ENGINES = "tests/hf/test_switch.py", "tests/test_layer.py", "tests/test_engines.py"
+SWITCH, LAYER, ENGINES, COMPARE = (
+    "tests/hf/test_switch.py",
+    "tests/test_layer.py",
+    "tests/test_engines.py",
+    "tests/compare/test_pieces.py",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +222,16 @@ BUGS = [
         "sinks are moved one position too far", SWITCH),
     Bug("hf/models.py", "moved = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)",
         "moved = torch.cat((a * cos + b * sin, b * cos - a * sin), -1)", "keys are rotated backwards", SWITCH),
+    # the comparison
+    Bug("compare/measure.py", "p, q = (x.double().log_softmax(-1) for x in (reference, other))",
+        "q, p = (x.double().log_softmax(-1) for x in (reference, other))", "the divergence points the other way", COMPARE),
+    Bug("compare/results.py", "for t in reversed(quartiles(times)))", "for t in quartiles(times))",
+        "quartiles of a rate are swapped", COMPARE),
+    Bug("compare/results.py", "if depth is None or where == depth", "if depth is None or where <= depth",
+        "recall at a depth counts the facts before it", COMPARE),
+    Bug("compare/results.py", "middle = p + z * z / (2 * n)", "middle = p", "the interval is not Wilson's", COMPARE),
+    Bug("compare/runner.py", "return [first, *others[shift:], *others[:shift]]", "return [first, *others]",
+        "the same method is always measured last", COMPARE),
 ]  # fmt: skip
 
 
