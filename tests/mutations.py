@@ -79,7 +79,7 @@ BUGS = [
         "a decode step forgets to decay", RECURRENT),
     Bug(RECURRENCE, "keep = -(last_erased @ from_state)", "keep = last_erased @ from_state",
         "erasure adds across chunks", RECURRENT),
-    Bug(RECURRENCE, "(self.sums[..., -1:, :] - self.sums).exp()", "(self.sums[..., -1:, :] - self.sums[..., :1, :]).exp()",
+    Bug(RECURRENCE, "x * (self.sums[..., -1:, :] - self.sums)", "x * (self.sums[..., -1:, :] - self.sums[..., :1, :])",
         "every token of a chunk decays as much as its first", RECURRENT),
     Bug(RECURRENCE, "anchor = self.sums[..., start - 1 : start, :]", "anchor = self.sums[..., :1, :]",
         "a positive exponent overflows under strong decay", f"{CONVENTIONS} tests/test_bug_reports.py"),
