@@ -149,7 +149,7 @@ def test_ctrl_c_keeps_and_writes_what_is_finished(folder, tmp_path, monkeypatch)
     assert data["interrupted"] is True
     assert [len(m["rounds"]) for m in data["methods"]] == [1, 0, 0]
     assert "not finished" in (tmp_path / "out.html").read_text()
-    assert "Interrupted: of 1 round(s) these are finished: full 1, h2o 0, tova 0." in " ".join(result.stdout.split())
+    assert "Interrupted; finished of 1 round: full 1, h2o 0, tova 0." in " ".join(result.stdout.split())
 
 
 def test_ctrl_c_before_anything_is_finished_writes_nothing(folder, tmp_path, monkeypatch):
@@ -170,7 +170,7 @@ def test_a_failing_method_ends_with_status_1(folder, monkeypatch):
     monkeypatch.setattr(runner, "measure", fails)
     result = comparing(folder, "--methods", "full,h2o", "--no-html")
     assert result.exit_code == 1
-    assert "h2o failed after 0 round(s): RuntimeError: no memory." in " ".join(result.stdout.split())
+    assert "h2o failed after 0 rounds: RuntimeError: no memory." in " ".join(result.stdout.split())
 
 
 @pytest.fixture

@@ -118,9 +118,8 @@ def compare(
     from foveal.compare import execute
     from foveal.compare.table import progress, show
 
-    out.print(f"Comparing {', '.join(m.name for m in plan.measured)}", highlight=False)
-    for line in plan.setup.lines:
-        out.print(line, style="dim", markup=False, highlight=False)
+    for line in [introduction(plan), *plan.setup.lines]:
+        out.print(line, markup=False, highlight=False)
     with progress(err, plan.setup.rounds) as update:
         result = execute(plan, update)
     out.print()
@@ -132,6 +131,15 @@ def compare(
         stop(f"interrupted; {kept}", INTERRUPTED)
     if any(measurement.failed for measurement in result.measurements):
         stop("some methods failed, see the notes above", FAILED)
+
+
+def introduction(plan: Any) -> str:
+    """What the run is about to do."""
+    names, setup = ", ".join(method.name for method in plan.measured), plan.setup
+    return (
+        f"Comparing {names}: each reads {setup.length} tokens, predicts the next {setup.continuation} and is asked for "
+        f"the facts that were hidden in them. Ctrl-C ends early and keeps what is finished."
+    )
 
 
 def parse_budget(text: str) -> int | float:

@@ -42,7 +42,8 @@ def test_excerpts_have_the_length_asked_for_and_contain_their_facts():
         for question in excerpt.questions:
             person = tok.decode(question.prompt).removeprefix("\n\nAs stated above, the secret number of ")[:-3]
             code = tok.decode(question.answer).strip()
-            sentence = f"\n\nRemember this: the secret number of {person} is {code}.\n\n"
+            number = f"the secret number of {person}"
+            sentence = f"\n\nRemember this: {number} is {code}. {code} is {number}.\n\n"
             assert len(tok.encode(text[: text.index(sentence)])) == question.place
             plain = plain.replace(sentence, "")
         assert plain + after in TEXT
@@ -203,6 +204,17 @@ def test_ticks_are_round_and_cover_the_data():
     assert charts.ticks(0, 1.0) == [0, 0.5, 1.0]
     assert charts.ticks(0, 0.0) == [0, 0.5]  # an axis has a step even if all values are 0
     assert charts.ticks(0, 0.0031)[-1] == pytest.approx(0.004)
+
+
+def test_decades_surround_the_values():
+    assert charts.decades(0.003, 0.5) == pytest.approx([0.001, 0.01, 0.1, 1])
+    assert charts.decades(0.0, 0.1) == pytest.approx([1e-5, 1e-4, 1e-3, 1e-2, 1e-1])
+    assert charts.decades(0.01, 0.01) == pytest.approx([0.01, 0.1])
+    assert charts.decades(0.0, 0.0) == pytest.approx([1e-5, 1e-4])
+
+
+def test_points_at_one_place_stand_side_by_side():
+    assert charts.dodge([10, 40, 10, 10], 5) == [5, 40, 10, 15]
 
 
 def test_names_beside_a_chart_do_not_overlap():

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 WIDTH, HEIGHT = 400, 300
-LEFT, RIGHT, TOP, BOTTOM = 44, 108, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 52, 108, 12, 40
 ROW = 15  # height of a name
 
 
@@ -23,6 +23,23 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(n * step, 12) for n in range(first, max(last, first + 1) + 1)]
+
+
+def decades(low: float, high: float, least: float = 1e-5) -> list[float]:
+    """Powers of ten around positive values; what is below ``least`` is drawn there."""
+    first = math.floor(math.log10(max(low, least)) + 1e-9)
+    last = math.ceil(math.log10(max(high, least)) - 1e-9)
+    return [10.0**n for n in range(first, max(last, first + 1) + 1)]
+
+
+def dodge(places: Sequence[float], gap: float = 5.0) -> list[float]:
+    """Places of which those that coincide stand side by side."""
+    moved = list(places)
+    for place in set(map(round, places)):
+        same = [n for n, other in enumerate(places) if round(other) == place]
+        for rank, n in enumerate(same):
+            moved[n] += (rank - (len(same) - 1) / 2) * gap
+    return moved
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
@@ -39,27 +56,30 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
 
 
 class Frame:
-    """The axes of a chart and the way from values to places in it."""
+    """The axes of a chart and the way from values to places in it; the y axis may be logarithmic."""
 
-    def __init__(self, xs: Sequence[float], ys: Sequence[float], x: str, y: str, top: float | None = None) -> None:
-        self.x_ticks, self.y_ticks = ticks(0.0, max(xs)), ticks(0.0, top or max(ys))
-        self.titles = x, y
+    def __init__(
+        self, xs: Sequence[float], ys: Sequence[float], x: str, y: str, top: float | None = None, log: bool = False
+    ) -> None:
+        self.x_ticks, self.titles, self.log = ticks(0.0, max(xs)), (x, y), log
+        self.y_ticks = decades(min(ys), max(ys)) if log else ticks(0.0, top or max(ys))
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         """Where a value is drawn."""
-        across = x / self.x_ticks[-1] * (WIDTH - LEFT - RIGHT)
-        return LEFT + across, HEIGHT - BOTTOM - y / self.y_ticks[-1] * (HEIGHT - TOP - BOTTOM)
+        low, high = self.y_ticks[0], self.y_ticks[-1]
+        up = math.log(max(y, low) / low) / math.log(high / low) if self.log else y / high
+        return LEFT + x / self.x_ticks[-1] * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
     def svg(self, title: str, marks: str) -> str:
         """The chart around its marks."""
         parts = []
         for value in self.x_ticks:
-            x, y = self.at(value, 0)
+            x, y = self.at(value, self.y_ticks[0])
             parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" text-anchor="middle">{value:g}</text>')
         for value in self.y_ticks:
             x, y = self.at(0, value)
             parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-            parts.append(f'<text x="{x - 6:.1f}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
+            parts.append(f'<text x="{x - 6:.1f}" y="{y + 4:.1f}" text-anchor="end">{value:.10g}</text>')
         across, up = (LEFT + WIDTH - RIGHT) / 2, (TOP + HEIGHT - BOTTOM) / 2
         parts.append(f'<text x="{across:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{escape(self.titles[0])}</text>')
         turned = f'transform="translate(11 {up:.1f}) rotate(-90)"'
@@ -69,11 +89,11 @@ class Frame:
         )
 
 
-def names(ends: Sequence[tuple[str, float, float]]) -> str:
-    """Names in a column on the right, each joined to the place (x, y) of its mark."""
+def names(ends: Sequence[tuple[str, float, float]], first: int = 0) -> str:
+    """Names in a column on the right, each joined to the place (x, y) of its mark; ``first`` is the first colour."""
     places = spread([y for _, _, y in ends], ROW, TOP + 6, HEIGHT - BOTTOM)
     parts, column = [], WIDTH - RIGHT + 14
-    for n, ((name, x, y), place) in enumerate(zip(ends, places, strict=True)):
+    for n, ((name, x, y), place) in enumerate(zip(ends, places, strict=True), first):
         parts.append(f'<path class="lead c{n % 10}" d="M{x:.1f} {y:.1f}L{column - 3} {place:.1f}"/>')
         parts.append(f'<text class="name c{n % 10}" x="{column}" y="{place + 4:.1f}">{escape(name)}</text>')
     return "".join(parts)
@@ -86,27 +106,30 @@ def scatter(
     y: str,
     bars: Mapping[str, tuple[float, ...]] | None = None,
     top: float | None = None,
+    log: bool = False,
+    first: int = 0,
 ) -> str:
-    """Named points.
+    """Named points; those with equal x stand side by side.
 
     Args:
         points: name, x and y of each.
         x, y: what the axes are, with units.
         bars: lower and upper end of a vertical bar by name.
         top: end of the y axis; None is the highest point's.
+        log: whether the y axis is logarithmic.
+        first: number of the first colour.
     """
-    frame = Frame([p[1] for p in points], [p[2] for p in points], x, y, top)
+    frame = Frame([p[1] for p in points], [p[2] for p in points], x, y, top, log)
     marks, ends = [], []
-    for n, (name, *where) in enumerate(points):
-        across, up = frame.at(where[0], where[1])
+    columns = dodge([frame.at(across, up)[0] for _, across, up in points])
+    for n, ((name, _, value), column) in enumerate(zip(points, columns, strict=True), first):
+        up = frame.at(0, value)[1]
         if bars is not None:
-            low, high = (frame.at(where[0], end)[1] for end in bars[name])
-            marks.append(f'<path class="bar c{n % 10}" d="M{across:.1f} {low:.1f}V{high:.1f}"/>')
-        marks.append(
-            f'<circle class="c{n % 10}" cx="{across:.1f}" cy="{up:.1f}" r="4.5"><title>{escape(name)}</title></circle>'
-        )
-        ends.append((name, across, up))
-    return frame.svg(f"{y} against {x}", names(ends) + "".join(marks))
+            low, high = (frame.at(0, end)[1] for end in bars[name])
+            marks.append(f'<path class="bar c{n % 10}" d="M{column:.1f} {low:.1f}V{high:.1f}"/>')
+        marks.append(f'<circle class="c{n % 10}" cx="{column:.1f}" cy="{up:.1f}" r="4.5"/>')
+        ends.append((name, column, up))
+    return frame.svg(f"{y} against {x}", names(ends, first) + "".join(marks))
 
 
 def lines(series: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: str) -> str:
@@ -122,6 +145,6 @@ def lines(series: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: str
     for n, (name, points) in enumerate(series.items()):
         places = [frame.at(*point) for point in points]
         path = "L".join(f"{across:.1f} {up:.1f}" for across, up in places)
-        marks.append(f'<path class="line c{n % 10}" d="M{path}"><title>{escape(name)}</title></path>')
+        marks.append(f'<path class="line c{n % 10}" d="M{path}"/>')
         ends.append((name, *places[-1]))
     return frame.svg(f"{y} against {x}", names(ends) + "".join(marks))

@@ -62,7 +62,8 @@ class Fact:
     @property
     def sentence(self) -> str:
         """What the context says."""
-        return f"\n\nRemember this: the secret number of {self.person} is {self.code}.\n\n"
+        number = f"the secret number of {self.person}"
+        return f"\n\nRemember this: {number} is {self.code}. {self.code} is {number}.\n\n"
 
     @property
     def question(self) -> str:

@@ -6,8 +6,7 @@ Needs the extra ``foveal[report]``.
 from __future__ import annotations
 
 import datetime
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -16,6 +15,14 @@ from foveal.compare import charts
 from foveal.compare.results import MEANING, Comparison, Measurement, Sample, amount, rate
 
 MIB = 2**20
+MEMORY, TOKENS = "cache after the context (MiB)", "decoded tokens per second"
+RECALL = "Best is top left: hidden facts found with a small cache. Bars are Wilson's 95% intervals."
+DISTANCE = "Best is bottom left: the same predictions with a small cache. Full attention is at 0 by definition."
+SPEED = "Best is bottom right: the same predictions, faster. In a small model the cache is a small part of a step."
+TIME = (
+    "Keys and values after every layer of the prefill and every decoded token, in the round with the median prefill "
+    "time. A line that is flat at the end decodes under a budget."
+)
 COLUMNS = ("prefill", "decode", "cache", "PPL", "KL", "top-1", "recall")
 
 
@@ -23,14 +30,13 @@ def render(result: Comparison) -> str:
     """The report as one HTML document: no script, no font, no image from elsewhere."""
     environment = Environment(loader=PackageLoader("foveal.compare"), autoescape=True, undefined=StrictUndefined)
     environment.trim_blocks = environment.lstrip_blocks = True
-    names = [m.method for m in result.finished]
     return environment.get_template("report.html").render(
         result=result,
         written=datetime.date.today().isoformat(),
         columns=COLUMNS,
         rows=[(m, rows(m) if m.samples else None) for m in result.measurements],
         meaning=MEANING,
-        figures=[(title, text, Markup(svg)) for title, text, svg in figures(result, names)],
+        figures=[(title, text, Markup(svg)) for title, text, svg in figures(result)],
         heat=[(m.method, [m.recall_at(d) for d in result.setup.depths]) for m in result.finished],
     )
 
@@ -50,53 +56,33 @@ def rows(m: Measurement) -> list[tuple[str, str]]:
     ]
 
 
-def figures(result: Comparison, names: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Title, reading help and SVG of each chart."""
-    if not names:
-        return []
+def figures(result: Comparison) -> list[tuple[str, str, str]]:
+    """Title, reading help and SVG of each chart that the finished methods allow."""
+    done = result.finished
+    others = [m for m in done if m.method != "full"]
+    found = [("Memory against recall", RECALL, recall_chart(done))] if done else []
+    if others:
+        sizes = [(m.method, m.held_bytes / MIB, m.divergence) for m in others]
+        speeds = [(m.method, m.decode.median, m.divergence) for m in others]
+        own = f" Full attention decodes {rate(done[0].decode.median)} tokens a second."
+        found.append(("Memory against distance from full attention", DISTANCE, distance_chart(sizes, MEMORY)))
+        found.append(("Speed against distance from full attention", SPEED + own, distance_chart(speeds, TOKENS)))
+    if done:
+        series = {m.method: memory(middle(m.samples)) for m in done}
+        found.append(("Memory over time", TIME, charts.lines(series, x="time (s)", y="cache (MiB)")))
+    return found
 
-    def points(x: Callable[[Measurement], float], y: Callable[[Measurement], float]) -> list[tuple[str, float, float]]:
-        return [(m.method, x(m), y(m)) for m in result.finished]
 
-    def held(m: Measurement) -> float:
-        return m.held_bytes / MIB
+def recall_chart(done: Sequence[Measurement]) -> str:
+    """Facts found over the size of the cache."""
+    points = [(m.method, m.held_bytes / MIB, 100 * m.recall.rate) for m in done]
+    bars = {m.method: tuple(100 * end for end in m.recall.interval) for m in done}
+    return charts.scatter(points, x=MEMORY, y="facts found (%)", bars=bars, top=100.0)
 
-    lines = {m.method: memory(middle(m.samples)) for m in result.finished}
-    return [
-        (
-            "Memory against recall",
-            "Best is top left: hidden facts found with a small cache. Bars are Wilson's 95% intervals.",
-            charts.scatter(
-                points(held, lambda m: 100 * m.recall.rate),
-                x="cache after the context (MiB)",
-                y="facts found (%)",
-                bars={m.method: tuple(100 * end for end in m.recall.interval) for m in result.finished},
-                top=100.0,
-            ),
-        ),
-        (
-            "Memory against distance from full attention",
-            "Best is bottom left: the same predictions with a small cache.",
-            charts.scatter(
-                points(held, lambda m: m.divergence), x="cache after the context (MiB)", y="KL divergence (nats)"
-            ),
-        ),
-        (
-            "Speed against distance from full attention",
-            "Best is bottom right: the same predictions, faster. In a small model the cache is a small part of a step.",
-            charts.scatter(
-                points(lambda m: m.decode.median, lambda m: m.divergence),
-                x="decoded tokens per second",
-                y="KL divergence (nats)",
-            ),
-        ),
-        (
-            "Memory over time",
-            "Bytes of keys and values after every layer of the prefill and every decoded token, in the round with the "
-            "median prefill time. A flat line at the end is decoding under a budget.",
-            charts.lines(lines, x="time (s)", y="cache (MiB)"),
-        ),
-    ]
+
+def distance_chart(points: Sequence[tuple[str, float, float]], x: str) -> str:
+    """Divergence from full attention over a cost."""
+    return charts.scatter(points, x=x, y="KL divergence (nats)", log=True, first=1)
 
 
 def middle(samples: Sequence[Sample]) -> Sample:
@@ -106,4 +92,4 @@ def middle(samples: Sequence[Sample]) -> Sample:
 
 def memory(sample: Sample) -> list[tuple[float, float]]:
     """Seconds and MiB."""
-    return [(seconds, size / MIB) for seconds, size in sample.trace if math.isfinite(seconds)]
+    return [(seconds, size / MIB) for seconds, size in sample.trace]

@@ -14,7 +14,7 @@ MEANING = {
     "prefill": "seconds to read the context; median of the rounds (lowest to highest); eviction adds its scoring here",
     "decode": "tokens a second when the continuation is fed one token at a time; median of the steps (quartiles)",
     "cache": "memory that keys and values hold after the context was read, and the most while it was read",
-    "PPL": "perplexity of the document's own continuation given the compressed context; lower is better, compare with full",
+    "PPL": "perplexity of the document's continuation given the compressed context; lower is better, compare with full",
     "KL": "mean divergence of the next-token distributions from full attention's, in nats; 0 is the same everywhere",
     "top-1": "share of continuation tokens for which the most likely next token is that of full attention",
     "recall": "hidden facts whose five digits are all repeated when asked for after the context was compressed, with "
@@ -199,9 +199,10 @@ class Setup:
             f"{self.model}: {self.parameters / 1e6:.3g} million parameters, {self.layers} layers, "
             f"{self.query_heads} query and {self.key_heads} key heads, {self.dtype}",
             f"{self.document}: context {self.length} tokens, continuation {self.continuation}, budget {self.budget} "
-            f"entries per key head, {self.rounds} round(s), {len(self.depths)} facts a round, seed {self.seed}",
-            f"{self.cores} cores, {self.threads} torch threads, {self.device}; foveal {self.foveal}, torch "
-            f"{self.torch}, transformers {self.transformers}, Python {self.python}",
+            f"entries per key head, {count(self.rounds, 'round')}, {count(len(self.depths), 'fact')} a round, "
+            f"seed {self.seed}",
+            f"{count(self.cores, 'core')}, {count(self.threads, 'torch thread')}, {self.device}; foveal {self.foveal}, "
+            f"torch {self.torch}, transformers {self.transformers}, Python {self.python}",
         ]
 
 
@@ -232,10 +233,10 @@ class Comparison:
         remarks = []
         if self.interrupted:
             counts = ", ".join(f"{m.method} {len(m.samples)}" for m in self.measurements if not m.problem)
-            remarks.append(f"Interrupted: of {self.setup.rounds} round(s) these are finished: {counts}.")
+            remarks.append(f"Interrupted; finished of {count(self.setup.rounds, 'round')}: {counts}.")
         for m in self.measurements:
             if m.problem:
-                state = f"failed after {len(m.samples)} round(s)" if m.failed else "not measured"
+                state = f"failed after {count(len(m.samples), 'round')}" if m.failed else "not measured"
                 remarks.append(f"{m.method} {state}: {m.problem}.")
         full = next((m for m in self.finished if m.method == "full"), None)
         if full is not None and full.recall.found < full.recall.trials:
@@ -293,6 +294,11 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, middle, high
+
+
+def count(number: int, thing: str) -> str:
+    """``"1 round"``, ``"2 rounds"``."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def rate(number: float) -> str:

@@ -49,8 +49,10 @@ def show(result: Comparison, console: Console) -> None:
     for remark in result.remarks:
         console.print(f"Note: {remark}", style="yellow", markup=False, highlight=False)
     console.print()
+    legend = Table.grid(padding=(0, 2))
     for name, meaning in MEANING.items():
-        console.print(f"{name:>10}  {meaning}", style="dim", markup=False, highlight=False)
+        legend.add_row(name, meaning, style="dim")
+    console.print(legend)
     console.print()
     for line in [*result.setup.lines, f"took {result.seconds:.0f} s"]:
         console.print(line, style="dim", markup=False, highlight=False)
