@@ -349,6 +349,14 @@ def test_settings_passed_to_the_call_are_explained():
     ("make", "message"),
     [
         (lambda: foveal.Softmax(window=0), "softmax: window has 0, expected an int >= 1"),
+        (lambda: foveal.Softmax(window=True), "softmax: window has True"),
+        (lambda: foveal.Softmax(window=2.5), "softmax: window has 2.5"),
+        (lambda: foveal.Softmax(window=[3, 2]), r"softmax: window has \[3, 2\]"),
+        (lambda: foveal.Softmax(window=(3,)), "softmax: window has (3,)"),
+        (lambda: foveal.Softmax(window=(3, -1)), "softmax: window has (3, -1)"),
+        (lambda: foveal.Softmax(sinks=1.5), "softmax: sinks has 1.5, expected an int >= 0"),
+        (lambda: foveal.Softmax(softcap="a"), "softmax: softcap has 'a'"),
+        (lambda: foveal.MoBA(top_k=2.5), "moba: top_k has 2.5"),
         (lambda: foveal.Softmax(softcap=0.0), "softmax: softcap has 0.0, expected a number above 0"),
         (lambda: foveal.MoBA(top_k=0), "moba: top_k has 0, expected an int >= 1"),
         (lambda: foveal.Retention(slowest=0), "retention: slowest has 0, expected a number above 0"),
@@ -357,7 +365,7 @@ def test_settings_passed_to_the_call_are_explained():
     ],
 )
 def test_bad_settings_are_named(make, message):
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
         make()
 
 
@@ -369,6 +377,14 @@ def test_explicit_backends_never_fall_back():
         attention(q, q, q, foveal.Softmax(softcap=1.0), backend="sdpa")
     a, b = (attention(q, q, q, backend=name) for name in ("sdpa", "torch"))
     torch.testing.assert_close(a, b)
+
+
+def test_a_call_that_nobody_can_run_says_why():
+    q = torch.randn(1, 1, 4, 2)
+    with pytest.raises(ValueError, match=r"linear: no backend can run this call.*a recurrence has no log-sum-exp"):
+        attention(q, q, q, "linear", return_lse=True)
+    with pytest.raises(TypeError, match="mechanism: got the class Mechanism, expected a mechanism with a name"):
+        attention(q, q, q, foveal.Mechanism)
 
 
 def test_explain_says_who_runs_and_why_not():

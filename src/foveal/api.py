@@ -260,8 +260,8 @@ def explain(
     tensors = {"q": q, "k": k, "v": v} | checks.inputs_by_name(spec, inputs)
     call = _call(spec, tensors, causal=causal, mask=mask, scale=scale, form=form, backend=None)
     backends = spec.backends(call.replace(want_lse=return_lse, want_state=output_final_state))
-    first = next(backend for backend in backends if backend.why_not is None)
-    return [Route(backend.name, backend is first, backend.why_not) for backend in backends]
+    able = [backend for backend in backends if backend.why_not is None]
+    return [Route(backend.name, backend in able[:1], backend.why_not) for backend in backends]
 
 
 def get(key: str) -> type[Any]:

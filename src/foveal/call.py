@@ -128,7 +128,11 @@ def choose(backends: list[Backend], call: Call, mechanism: str) -> Backend:
     """
     by_name = {backend.name: backend for backend in backends}
     if call.backend is None:
-        return next(backend for backend in backends if backend.why_not is None)
+        able = [backend for backend in backends if backend.why_not is None]
+        if not able:
+            reasons = "; ".join(f"{backend.name}: {backend.why_not}" for backend in backends)
+            raise ValueError(f"{mechanism}: no backend can run this call, expected another one ({reasons})")
+        return able[0]
     if call.backend not in by_name:
         raise ValueError(f"{mechanism}: backend has {call.backend!r}, expected one of {sorted(by_name)}")
     chosen = by_name[call.backend]

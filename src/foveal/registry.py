@@ -116,6 +116,6 @@ def resolve(mechanism: str | Mechanism | type[Mechanism]) -> Mechanism:
     if isinstance(mechanism, Mechanism):
         return mechanism
     cls = mechanism if isinstance(mechanism, type) else get(mechanism)
-    if not issubclass(cls, Mechanism):
-        raise TypeError(f"mechanism: got {cls.__name__}, expected a mechanism")
+    if not issubclass(cls, Mechanism) or not cls.name:
+        raise TypeError(f"mechanism: got the class {cls.__name__}, expected a mechanism with a name")
     return cls()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -143,6 +144,23 @@ class Spec:
     def variables(self) -> dict[str, Any]:
         """The names that cost expressions may use: the settings of this spec, and what its engine adds."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def require_int(self, name: str, least: int = 1) -> None:
+        """Refuse a setting that is no whole number of at least ``least``; for use in ``__post_init__``."""
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
+            raise self.fail(name, repr(value), f"an int >= {least}")
+
+    def require_number(self, name: str, low: float, high: float, expected: str) -> None:
+        """Refuse a setting that is no number with low < number <= high."""
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low < float(value) <= high:
+            raise self.fail(name, repr(value), expected)
+
+    def require_choice(self, name: str, choices: Iterable[object]) -> None:
+        """Refuse a setting that is none of the choices."""
+        if getattr(self, name) not in choices:
+            raise self.fail(name, repr(getattr(self, name)), f"one of {sorted(choices, key=str)}")
 
     def fail(self, argument: str, has: object, expected: object) -> ValueError:
         """The error for a bad argument, worded the same way everywhere."""

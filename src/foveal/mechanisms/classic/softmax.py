@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -74,13 +75,15 @@ class Softmax(SoftmaxAttention, name="softmax"):
     alibi: bool = False
 
     def __post_init__(self) -> None:
-        sides = self.window if isinstance(self.window, tuple) else (0 if self.window is None else self.window - 1, 0)
-        if len(sides) != 2 or min(sides) < 0:
+        pair = self.window if isinstance(self.window, tuple) else (self.window,)
+        least = 0 if isinstance(self.window, tuple) else 1
+        whole = all(isinstance(x, Integral) and not isinstance(x, bool) and x >= least for x in pair)
+        if self.window is not None and not (whole and len(pair) == 2 - least):
             raise self.fail("window", repr(self.window), "an int >= 1, a pair (left, right) of ints >= 0, or None")
-        if self.sinks < 0:
-            raise self.fail("sinks", self.sinks, "an int >= 0")
-        if self.softcap is not None and not self.softcap > 0:
-            raise self.fail("softcap", self.softcap, "a number above 0, or None")
+        self.require_int("sinks", 0)
+        if self.softcap is not None:
+            self.require_number("softcap", 0, float("inf"), "a number above 0, or None")
+        self.require_choice("alibi", (False, True))
 
     def reach(self) -> tuple[int | None, int | None]:
         if self.window is None:

@@ -54,8 +54,8 @@ class Linear(Recurrence, name="linear"):
     normalize: bool = True
 
     def __post_init__(self) -> None:
-        if self.feature_map not in FEATURE_MAPS:
-            raise self.fail("feature_map", repr(self.feature_map), f"one of {sorted(FEATURE_MAPS)}")
+        self.require_choice("feature_map", FEATURE_MAPS)
+        self.require_choice("normalize", (False, True))
 
     def terms(self, q: Tensor, k: Tensor, v: Tensor) -> Terms:
         phi = FEATURE_MAPS[self.feature_map]

@@ -47,8 +47,7 @@ class Retention(Recurrence, name="retention"):
     slowest: float = 5.0
 
     def __post_init__(self) -> None:
-        if not self.slowest > 0:
-            raise self.fail("slowest", self.slowest, "a number above 0")
+        self.require_number("slowest", 0, float("inf"), "a number above 0")
 
     def log_gamma(self, like: Tensor) -> Tensor:
         """Natural log of each head's decay, [H]."""

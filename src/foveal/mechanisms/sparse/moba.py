@@ -53,9 +53,8 @@ class MoBA(BlockSparse, name="moba"):
     top_k: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "top_k"):
-            if getattr(self, name) < 1:
-                raise self.fail(name, getattr(self, name), "an int >= 1")
+        self.require_int("block_size")
+        self.require_int("top_k")
 
     def select(self, q: Tensor, blocks: Blocks, position: Tensor) -> Tensor:
         own = position.div(self.block_size, rounding_mode="floor")

@@ -68,12 +68,10 @@ class SparseTransformer(BlockSparse, name="sparse_transformer"):
     block_size: int = 32
 
     def __post_init__(self) -> None:
-        for name, choices in (("pattern", ("strided", "fixed")), ("heads", ("merged", "split"))):
-            if getattr(self, name) not in choices:
-                raise self.fail(name, repr(getattr(self, name)), f"one of {choices}")
+        self.require_choice("pattern", ("strided", "fixed"))
+        self.require_choice("heads", ("merged", "split"))
         for name in ("stride", "block_size", "summary"):
-            if getattr(self, name) < 1:
-                raise self.fail(name, getattr(self, name), "an int >= 1")
+            self.require_int(name)
         if self.pattern == "fixed" and self.summary > self.stride:
             raise self.fail("summary", self.summary, f"at most stride={self.stride}")
 

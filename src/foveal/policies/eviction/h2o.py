@@ -45,8 +45,7 @@ class H2O(Eviction, name="h2o"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.recent <= 1:
-            raise self.fail("recent", self.recent, "a share in [0, 1]")
+        self.require_number("recent", -1e-9, 1, "a share in [0, 1]")
 
     def protected(self) -> tuple[int, int]:
         return 0, int(self.recent * self.budget) if isinstance(self.budget, int) else 1

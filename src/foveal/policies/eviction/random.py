@@ -37,6 +37,10 @@ class Random(Eviction, name="random"):
     budget: int | float = 1024
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_int("seed", 0)
+
     def draws(self, G: int, S: int) -> Tensor:
         """Uniform numbers [G, S], counted from the last slot so that padding in front changes nothing."""
         generator = torch.Generator().manual_seed(self.seed)

@@ -45,11 +45,11 @@ class SnapKV(Eviction, name="snapkv"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window < 1:
-            raise self.fail("window", self.window, "an int >= 1")
+        self.require_int("window")
+        self.require_int("kernel")
         if isinstance(self.budget, int) and self.budget < self.window:
             raise self.fail("budget", self.budget, f"at least window={self.window}")
-        if self.kernel < 1 or self.kernel % 2 == 0:
+        if self.kernel % 2 == 0:
             raise self.fail("kernel", self.kernel, "an odd int >= 1")
 
     def protected(self) -> tuple[int, int]:

@@ -43,8 +43,7 @@ class StreamingLLM(Eviction, name="streaming_llm"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sinks < 0:
-            raise self.fail("sinks", self.sinks, "an int >= 0")
+        self.require_int("sinks", 0)
         if isinstance(self.budget, int) and self.budget <= self.sinks:
             raise self.fail("budget", self.budget, f"more than sinks={self.sinks}")
 

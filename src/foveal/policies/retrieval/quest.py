@@ -44,8 +44,7 @@ class Quest(Selection, name="quest"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.page < 1:
-            raise self.fail("page", self.page, "an int >= 1")
+        self.require_int("page")
 
     def dense_layers(self) -> int:
         return 2
