@@ -216,6 +216,7 @@ MISTAKES = {
     "encoder": (["--model", "bert"], "model: BertLMHeadModel attends in both directions, expected a decoder"),
     "json in no folder": (["--json", "none/out.json"], "json: 'none/out.json' cannot be written"),
     "html is a folder": (["--html", "folder"], "html: 'folder' cannot be written"),
+    "one file for both": (["--html", "a", "--json", "a"], "html: has 'a', which --json names too"),
     "html and no html": (["--html", "a.html", "--no-html"], "html: given beside --no-html"),
 }
 

@@ -207,15 +207,17 @@ def targets(
     """
     if no_html and html_file is not None:
         raise ValueError("html: given beside --no-html, expected one of the two")
+    if not no_html and html_file is None:
+        html_file = unused(pathlib.Path("foveal-compare.html"))
     files = {"json": json_file, "html": html_file}
     named = {kind: file for kind, file in files.items() if file is not None}
+    if len(set(named.values())) < len(named):
+        raise ValueError(f"html: has {str(html_file)!r}, which --json names too, expected another file")
     for kind, file in named.items():
         if file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
             raise ValueError(f"{kind}: {str(file)!r} cannot be written, expected a file in an existing folder")
         if file.exists() and not force:
             raise ValueError(f"{kind}: {str(file)!r} exists, expected a new file, or --force to overwrite it")
-    if not no_html and html_file is None:
-        named["html"] = unused(pathlib.Path("foveal-compare.html"))
     return named
 
 

@@ -142,6 +142,21 @@ def test_a_method_that_fails_does_not_end_the_others(model, monkeypatch):
     assert "h2o failed after 0 rounds: RuntimeError: no memory." in found.remarks
 
 
+def test_every_name_can_be_compared(model):
+    names = [*compare.candidates(), "sliding_window+h2o", "moba+snapkv"]
+    found = compare.run(model, tokenizer(), TEXT, methods=names, **{**SMALL, "rounds": 1})
+    assert [m.method for m in found.measurements] == names
+    assert [m.problem for m in found.measurements] == [""] * len(names)
+    both, alone = of(found, "sliding_window+h2o"), of(found, "h2o")
+    assert both.held_bytes == alone.held_bytes
+    assert both.divergence != alone.divergence
+
+
+def test_a_text_beyond_the_models_positions_is_remarked(model):
+    found = compare.run(model, tokenizer(), TEXT, methods=["full"], **{**SMALL, "length": 510, "rounds": 1})
+    assert found.remarks[0].startswith("The model was made for 512 positions and the text reaches 515")
+
+
 def test_a_model_that_full_attention_cannot_help_says_so(result):
     assert any(re.match(r"The model itself, with full attention, misses \d+ of 10 facts", r) for r in result.remarks)
 

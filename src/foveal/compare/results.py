@@ -176,6 +176,7 @@ class Setup:
     layers: int
     query_heads: int
     key_heads: int
+    positions: int | None
     dtype: str
     device: str
     document: str
@@ -234,6 +235,12 @@ class Comparison:
         if self.interrupted:
             counts = ", ".join(f"{m.method} {len(m.samples)}" for m in self.measurements if not m.problem)
             remarks.append(f"Interrupted; finished of {count(self.setup.rounds, 'round')}: {counts}.")
+        reach = self.setup.length + self.setup.continuation
+        if self.setup.positions is not None and reach > self.setup.positions:
+            remarks.append(
+                f"The model was made for {self.setup.positions} positions and the text reaches {reach}: "
+                "full attention may be no good reference."
+            )
         for m in self.measurements:
             if m.problem:
                 state = f"failed after {count(len(m.samples), 'round')}" if m.failed else "not measured"

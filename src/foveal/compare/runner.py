@@ -152,6 +152,7 @@ def plan(
         layers=config.num_hidden_layers,
         query_heads=config.num_attention_heads,
         key_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        positions=getattr(config, "max_position_embeddings", None),
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
         document=document_name,
