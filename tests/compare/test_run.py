@@ -15,6 +15,7 @@ from foveal.compare import runner, table
 from foveal.compare.report import render
 from foveal.hf import UnsupportedModel
 from tests.compare.tiny import TEXT, tokenizer
+from tests.hf.tiny import make
 
 SMALL = {"length": 300, "budget": 64, "rounds": 2, "continuation": 5}
 NAMES = ["full", "softmax", "snapkv", "quest", "moba"]
@@ -168,6 +169,11 @@ def test_a_method_that_the_model_cannot_take_is_left_out(model, monkeypatch):
     monkeypatch.setattr("foveal.hf.models.rotation", refuses)
     plan = compare.plan(model, tokenizer(), TEXT, methods=["full", "streaming_llm", "h2o"], **SMALL)
     assert plan.problems == {"streaming_llm": "model: keys of 'x' cannot be moved"}
+
+
+def test_a_method_without_a_term_that_the_model_needs_is_left_out():
+    plan = compare.plan(make("gemma2"), tokenizer(), TEXT, methods=["full", "moba", "snapkv"], **SMALL)
+    assert plan.problems == {"moba": "model: caps its scores at 50.0, which moba has no term for"}
 
 
 @pytest.mark.parametrize(

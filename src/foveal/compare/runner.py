@@ -169,19 +169,20 @@ def plan(
         transformers=transformers.__version__,
         python=platform.python_version(),
     )
-    problems = {method.name: reason for method in parsed if (reason := _problem(model, method, length))}
+    problems = {method.name: reason for method in parsed if (reason := _problem(model, method, pieces[0].context))}
     return Plan(model, setup, tuple(parsed), tuple(pieces), problems)
 
 
-def _problem(model: Any, method: Method, length: int) -> str | None:
+def _problem(model: Any, method: Method, context: Sequence[int]) -> str | None:
     """Why a method is left out: it would equal full attention, or the model cannot be switched to it."""
     from foveal.hf import UnsupportedModel
 
     try:
-        with method.on(model):
-            return method.idle(length)
+        with torch.inference_mode(), method.on(model) as new_cache:
+            advance(model, torch.tensor([context[:2]], device=model.device), new_cache())
     except UnsupportedModel as error:
         return str(error)
+    return method.idle(len(context))
 
 
 def execute(plan: Plan, on_progress: Callable[[Progress], None] | None = None) -> Comparison:
