@@ -13,10 +13,12 @@ import os
 import pathlib
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any, NoReturn, Optional
+from typing import Annotated, Any, NoReturn
 
 import foveal
 from foveal import registry
+from foveal.compare.methods import DEFAULT
+from foveal.compare.runner import BUDGET, CONTINUATION, LENGTH, ROUNDS, check_sizes, entries
 
 try:
     import typer
@@ -77,32 +79,32 @@ def main_options(
 @app.command()
 def compare(
     model: Annotated[
-        Optional[str],  # noqa: UP045 - typer reads the annotation on Python 3.10 too
+        str | None,
         typer.Option(help="Folder, GGUF file or hub id of a decoder model.", show_default=DEMO_MODEL),
     ] = None,
     document: Annotated[
-        Optional[pathlib.Path],  # noqa: UP045
+        pathlib.Path | None,
         typer.Option(help="A UTF-8 text file.", show_default="Python's language reference"),
     ] = None,
-    length: Annotated[int, typer.Option(help="Tokens of the context.")] = 1536,
+    length: Annotated[int, typer.Option(help="Tokens of the context.")] = LENGTH,
     methods: Annotated[
         str, typer.Option(help="Names with commas: full, any policy, any softmax mechanism, or mechanism+policy.")
-    ] = "full,sliding_window,streaming_llm,h2o,tova,knorm,snapkv,quest,moba",
+    ] = ",".join(DEFAULT),
     budget: Annotated[
         str, typer.Option(help="Entries kept or read per key head, or a share of the length such as 0.25.")
-    ] = "0.25",
+    ] = str(BUDGET),
     seed: Annotated[int, typer.Option(help="Seed of the hidden facts.")] = 0,
-    rounds: Annotated[int, typer.Option(help="How often everything is measured, with other facts each time.")] = 3,
+    rounds: Annotated[int, typer.Option(help="How often everything is measured, with other facts each time.")] = ROUNDS,
     threads: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(help="Threads of torch.", show_default="torch's choice"),
     ] = None,
     json_file: Annotated[
-        Optional[pathlib.Path],  # noqa: UP045
+        pathlib.Path | None,
         typer.Option("--json", help="Write all figures and raw rounds to this file."),
     ] = None,
     html_file: Annotated[
-        Optional[pathlib.Path],  # noqa: UP045
+        pathlib.Path | None,
         typer.Option("--html", help="Write the report to this file.", show_default="a new foveal-compare.html"),
     ] = None,
     no_html: Annotated[bool, typer.Option("--no-html", help="Write no report.")] = False,
@@ -167,7 +169,6 @@ def prepare(
     """Check what costs nothing first, then load the model and check the rest; returns a plan."""
     from foveal.compare import methods as names
     from foveal.compare import plan, read
-    from foveal.compare.runner import CONTINUATION, check_sizes, entries
 
     chosen = methods.split(",")
     check_sizes(length, CONTINUATION, rounds)
@@ -323,7 +324,4 @@ def check(file: Annotated[pathlib.Path, typer.Argument(help="A Python file with 
 
 def main() -> None:
     """Entry point of the command ``foveal``."""
-    try:
-        app()
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    app()
