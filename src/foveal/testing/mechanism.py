@@ -35,17 +35,23 @@ SHAPES: list[Sizes] = [
 CROSS: list[Sizes] = [  # fewer queries than keys, and more
     {"B": 2, "H": 2, "G": 1, "T": 9, "S": 23, "K": 4, "V": 4},
     {"B": 1, "H": 2, "G": 2, "T": 7, "S": 3, "K": 4, "V": 3},
+    {"B": 1, "H": 2, "G": 1, "T": 6, "S": 11, "K": 4, "V": 4},  # even: without the optional inputs
+    {"B": 1, "H": 2, "G": 2, "T": 8, "S": 5, "K": 4, "V": 4},
 ]
 close = partial(torch.testing.assert_close, rtol=1e-8, atol=1e-9)
 
 
-def draw(spec: Mechanism, sizes: Sizes, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensors:
-    """Random tensors of the declared shapes and ranges."""
+def draw(
+    spec: Mechanism, sizes: Sizes, dtype: torch.dtype = torch.float64, seed: int = 0, *, slow: bool = False
+) -> Tensors:
+    """Random tensors of the declared shapes and ranges; ``slow`` brings gates near the end of theirs that keeps."""
     g = torch.Generator().manual_seed(seed)
     sizes = {"S": sizes["T"]} | sizes
     x = {n: torch.randn([sizes[a] for a in axes.split()], generator=g, dtype=torch.float64)
          for n, axes in foveal.checks.AXES.items()}  # fmt: skip
     x |= {name: item.sample(sizes, g) for name, item in spec.inputs.items()}
+    if slow:  # a memory that outlives a chunk
+        x |= {name: 0.02 * x[name] for name, item in spec.inputs.items() if (item.low, item.high) == (-torch.inf, 0.0)}
     return {name: tensor.to(dtype) for name, tensor in x.items()}
 
 
@@ -143,7 +149,7 @@ def gradients(output: Tensor, weight: Tensor, x: Tensors) -> Tensors:
 
 def compare(spec: Mechanism, sizes: Sizes, forms: list[str | None], case: str, **call: Any) -> None:
     """Values and all gradients of each form against the definition."""
-    drawn = draw(spec, sizes)
+    drawn = draw(spec, sizes, slow=sizes["T"] > 64)
     for name, item in spec.inputs.items():
         if item.optional and sizes["T"] % 2 == 0:
             drawn.pop(name)  # an optional input is there in some cases and not in others
@@ -239,26 +245,32 @@ def decoding_continues_the_prompt(spec: Mechanism) -> None:
 
 
 def packed_equals_separate(spec: Mechanism) -> None:
-    """Packed sequences, an empty one and a single token among them, equal each alone; so do states and gradients."""
-    sizes = {"B": 1, "H": 2, "G": 1, "T": 41, "K": 4, "V": 3}
-    marks = [0, 0, 1, 18, 18, 41]
-    cu = torch.tensor(marks, dtype=torch.int32)
-    x = {name: tensor.requires_grad_() for name, tensor in draw(spec, sizes).items()}
-    weight = torch.randn(1, 2, 41, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    spans = list(itertools.pairwise(marks))
-    want = torch.cat([defined(spec, piece(spec, x, slice(a, b))) for a, b in spans], 2)
-    want_grads = gradients(want, weight, x)
-    for form in (None, *spec.forms):
-        got = foveal.attention(mechanism=spec, form=form, cu_seqlens=cu, output_final_state=True, **x)
-        close(got.output, want, msg=note(f"{form} form"))
-        for name, grad in gradients(got.output, weight, x).items():
-            close(grad, want_grads[name], msg=note(f"gradient of {name}"))
-    again = foveal.attention(mechanism=spec, cu_seqlens=cu, initial_state=got.state.detach(), **x)
+    """Packed sequences, an empty one and a single token among them, equal each alone; so do states and gradients.
+
+    Their lengths are mixed so that like ones do not lie side by side; a mask may hide tokens of any of them.
+    """
+    sizes, marks = {"B": 1, "H": 2, "G": 1, "T": 43, "K": 4, "V": 3}, [0, 20, 20, 25, 42, 43]
+    cu, spans = torch.tensor(marks, dtype=torch.int32), list(itertools.pairwise(marks))
+    x: Tensors = {name: tensor.requires_grad_() for name, tensor in draw(spec, sizes).items()}
+    weight = torch.randn(1, 2, 43, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    for case in ("full", "holes"):
+        mask = paddings(1, 43)[case]
+        parts = [None if mask is None else mask[:, a:b] for a, b in spans]
+        alone = [defined(spec, piece(spec, x, slice(a, b)), padding=p) for (a, b), p in zip(spans, parts, strict=True)]
+        want = torch.cat(alone, 2)
+        want_grads = gradients(want, weight, x)
+        for form in (None, *spec.forms):
+            got = foveal.attention(mechanism=spec, form=form, cu_seqlens=cu, mask=mask, output_final_state=True, **x)
+            close(got.output, want, msg=note(f"{form} form, {case}"))
+            for name, grad in gradients(got.output, weight, x).items():
+                close(grad, want_grads[name], msg=note(f"{form} form, {case}, gradient of {name}"))
+    state = foveal.attention(mechanism=spec, cu_seqlens=cu, output_final_state=True, **x).state.detach()
+    again = foveal.attention(mechanism=spec, cu_seqlens=cu, initial_state=state, **x)
     for n, (a, b) in enumerate(spans):
         own = piece(spec, x, slice(a, b))
         twice = {k: torch.cat((y, y), 2) if y is not x.get(k) or k in "qkv" else y for k, y in own.items()}
-        alone = defined(spec, twice)[:, :, b - a :]
-        close(again[:, :, a:b], alone, msg=note(f"sequence {n} continued from its state"))
+        continued = defined(spec, twice)[:, :, b - a :]
+        close(again[:, :, a:b], continued, msg=note(f"sequence {n} continued from its state"))
 
 
 def cost_grows_as_declared(spec: Mechanism) -> None:
