@@ -10,7 +10,7 @@ from foveal import hf
 from foveal.compare import charts, document, results
 from foveal.compare.measure import advance, answers, kl_divergence
 from foveal.compare.methods import Method, candidates, parse
-from foveal.compare.results import Measurement, Sample, Share, amount, quartiles
+from foveal.compare.results import Measurement, Sample, Share, amount, quartiles, short
 from foveal.compare.runner import _order, entries
 from tests.compare.tiny import TEXT, tokenizer
 from tests.hf.tiny import make
@@ -105,6 +105,12 @@ def test_quartiles_and_amounts():
     assert quartiles([7.0]) == (7.0, 7.0, 7.0)
     assert [amount(n) for n in (0, 1023, 1536, 10 * 2**20, 1000 * 2**20, 3 * 2**30)] == [
         "0 bytes", "1023 bytes", "1.5 KiB", "10 MiB", "1000 MiB", "3 GiB",
+    ]  # fmt: skip
+
+
+def test_short_numbers():
+    assert [short(x) for x in (0.004, 2.156, 9.994, 9.996, 17.25, 99.94, 99.96, 1826.4)] == [
+        "0.00", "2.16", "9.99", "10.0", "17.2", "99.9", "100", "1826",
     ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from foveal.compare import charts
-from foveal.compare.results import MEANING, Comparison, Measurement, Sample, amount, rate
+from foveal.compare.results import MEANING, Comparison, Measurement, Sample, amount, short
 
 MIB = 2**20
 MEMORY, TOKENS = "cache after the context (MiB)", "decoded tokens per second"
@@ -46,8 +46,8 @@ def rows(m: Measurement) -> list[tuple[str, str]]:
     prefill, decode = m.prefill, m.decode
     low, high = m.recall.interval
     return [
-        (f"{prefill.median:.2f} s", f"{prefill.low:.2f}-{prefill.high:.2f}"),
-        (f"{rate(decode.median)}/s", f"{rate(decode.low)}-{rate(decode.high)}"),
+        (f"{short(prefill.median)} s", f"{short(prefill.low)}-{short(prefill.high)}"),
+        (f"{short(decode.median)}/s", f"{short(decode.low)}-{short(decode.high)}"),
         (amount(m.held_bytes), f"peak {amount(m.peak_bytes)}"),
         (f"{m.perplexity:.2f}", ""),
         (f"{m.divergence:.3f}", "nats"),
@@ -64,7 +64,7 @@ def figures(result: Comparison) -> list[tuple[str, str, str]]:
     if others:
         sizes = [(m.method, m.held_bytes / MIB, m.divergence) for m in others]
         speeds = [(m.method, m.decode.median, m.divergence) for m in others]
-        own = f" Full attention decodes {rate(done[0].decode.median)} tokens a second."
+        own = f" Full attention decodes {short(done[0].decode.median)} tokens a second."
         found.append(("Memory against distance from full attention", DISTANCE, distance_chart(sizes, MEMORY)))
         found.append(("Speed against distance from full attention", SPEED + own, distance_chart(speeds, TOKENS)))
     if done:

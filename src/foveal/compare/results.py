@@ -308,9 +308,9 @@ def count(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-def rate(number: float) -> str:
-    """Tokens a second for people: ``"17.3"``, ``"1826"``."""
-    return f"{number:.0f}" if number >= 100 else f"{number:.1f}"
+def short(number: float) -> str:
+    """Seconds or rates for people, about three digits: ``"2.16"``, ``"17.3"``, ``"1826"``."""
+    return f"{number:.2f}" if number < 9.995 else f"{number:.1f}" if number < 99.95 else f"{number:.0f}"
 
 
 def amount(number: int) -> str:

@@ -14,13 +14,14 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainin
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from foveal.compare.results import MEANING, Comparison, Measurement, amount, rate
+from foveal.compare.results import MEANING, Comparison, Measurement, amount, short
 from foveal.compare.runner import Progress
 
 
 def table(result: Comparison) -> Table:
     """One row per method with spreads in small print; a dash where nothing was measured, and a remark says why."""
-    found = Table("method", header_style="bold", pad_edge=False, box=box.SIMPLE_HEAD)
+    found = Table(header_style="bold", pad_edge=False, collapse_padding=True, box=box.SIMPLE_HEAD)
+    found.add_column("method", min_width=max(len(m.method) for m in result.measurements))
     for name in ("prefill\ns", "decode\ntokens/s", "cache\npeak", "PPL", "KL", "top-1", "recall\n95%"):
         found.add_column(name, justify="right")
     for measurement in result.measurements:
@@ -32,8 +33,8 @@ def cells(m: Measurement) -> list[str]:
     """The seven figures of a measured method, with their spread below."""
     prefill, decode, (low, high) = m.prefill, m.decode, m.recall.interval
     return [
-        f"{prefill.median:.2f}\n[dim]{prefill.low:.2f}-{prefill.high:.2f}[/]",
-        f"{rate(decode.median)}\n[dim]{rate(decode.low)}-{rate(decode.high)}[/]",
+        f"{short(prefill.median)}\n[dim]{short(prefill.low)}-{short(prefill.high)}[/]",
+        f"{short(decode.median)}\n[dim]{short(decode.low)}-{short(decode.high)}[/]",
         f"{amount(m.held_bytes)}\n[dim]{amount(m.peak_bytes)}[/]",
         f"{m.perplexity:.2f}",
         f"{m.divergence:.3f}",
