@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-WIDTH, HEIGHT = 400, 300
-LEFT, RIGHT, TOP, BOTTOM = 52, 108, 12, 40
-ROW = 15  # height of a name
+LEFT, RIGHT, TOP, BOTTOM = 52, 302, 12, 260  # the plot's edges; names stand to the right of it
+HEIGHT = 300
+ROW, LETTER = 15, 7.6  # height of a name, width of a letter
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
@@ -68,31 +68,31 @@ class Frame:
         """Where a value is drawn."""
         low, high = self.y_ticks[0], self.y_ticks[-1]
         up = math.log(max(y, low) / low) / math.log(high / low) if self.log else y / high
-        return LEFT + x / self.x_ticks[-1] * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
+        return LEFT + x / self.x_ticks[-1] * (RIGHT - LEFT), BOTTOM - up * (BOTTOM - TOP)
 
-    def svg(self, title: str, marks: str) -> str:
-        """The chart around its marks."""
-        parts = []
+    def svg(self, marks: str, ends: Sequence[tuple[str, float, float]], first: int = 0) -> str:
+        """The chart around its marks, with a name for each of their ends."""
+        parts = [names(ends, first)]
         for value in self.x_ticks:
             x, y = self.at(value, self.y_ticks[0])
             parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" text-anchor="middle">{value:g}</text>')
         for value in self.y_ticks:
             x, y = self.at(0, value)
-            parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+            parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{RIGHT}"/>')
             parts.append(f'<text x="{x - 6:.1f}" y="{y + 4:.1f}" text-anchor="end">{value:.10g}</text>')
-        across, up = (LEFT + WIDTH - RIGHT) / 2, (TOP + HEIGHT - BOTTOM) / 2
+        across, up = (LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2
         parts.append(f'<text x="{across:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{escape(self.titles[0])}</text>')
         turned = f'transform="translate(11 {up:.1f}) rotate(-90)"'
         parts.append(f'<text {turned} text-anchor="middle">{escape(self.titles[1])}</text>')
-        return (
-            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}{marks}</svg>'
-        )
+        width = RIGHT + 20 + LETTER * max(len(name) for name, _, _ in ends)
+        title = escape(f"{self.titles[1]} against {self.titles[0]}")
+        return f'<svg viewBox="0 0 {width:.0f} {HEIGHT}" role="img" aria-label="{title}">{"".join(parts)}{marks}</svg>'
 
 
 def names(ends: Sequence[tuple[str, float, float]], first: int = 0) -> str:
     """Names in a column on the right, each joined to the place (x, y) of its mark; ``first`` is the first colour."""
-    places = spread([y for _, _, y in ends], ROW, TOP + 6, HEIGHT - BOTTOM)
-    parts, column = [], WIDTH - RIGHT + 14
+    places = spread([y for _, _, y in ends], ROW, TOP + 6, BOTTOM)
+    parts, column = [], RIGHT + 14
     for n, ((name, x, y), place) in enumerate(zip(ends, places, strict=True), first):
         parts.append(f'<path class="lead c{n % 10}" d="M{x:.1f} {y:.1f}L{column - 3} {place:.1f}"/>')
         parts.append(f'<text class="name c{n % 10}" x="{column}" y="{place + 4:.1f}">{escape(name)}</text>')
@@ -129,7 +129,7 @@ def scatter(
             marks.append(f'<path class="bar c{n % 10}" d="M{column:.1f} {low:.1f}V{high:.1f}"/>')
         marks.append(f'<circle class="c{n % 10}" cx="{column:.1f}" cy="{up:.1f}" r="4.5"/>')
         ends.append((name, column, up))
-    return frame.svg(f"{y} against {x}", names(ends, first) + "".join(marks))
+    return frame.svg("".join(marks), ends, first)
 
 
 def lines(series: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: str) -> str:
@@ -147,4 +147,4 @@ def lines(series: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: str
         path = "L".join(f"{across:.1f} {up:.1f}" for across, up in places)
         marks.append(f'<path class="line c{n % 10}" d="M{path}"/>')
         ends.append((name, *places[-1]))
-    return frame.svg(f"{y} against {x}", names(ends) + "".join(marks))
+    return frame.svg("".join(marks), ends)
