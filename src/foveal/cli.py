@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib
 import inspect
 import json
 import os
@@ -54,7 +55,7 @@ def plain_errors() -> Iterator[None]:
     except (ValueError, TypeError, OSError) as error:
         stop(error)
     except ImportError as error:
-        stop(f"the package {error.name} is missing; pip install 'foveal[hf,cli,report]'")
+        stop(f"the package {error.name} is missing; what foveal needs comes with pip install 'foveal[hf,cli,report]'")
 
 
 def version(wanted: bool) -> None:
@@ -116,6 +117,8 @@ def compare(
     """
     with plain_errors():
         files = targets(json_file, html_file, no_html=no_html, force=force)
+        if "html" in files:
+            importlib.import_module("foveal.compare.report")  # a missing package shows now, not after the run
         plan = prepare(model, document, length, methods, parse_budget(budget), seed, rounds, threads)
     from foveal.compare import execute
     from foveal.compare.table import progress, show

@@ -134,8 +134,6 @@ def plan(
         ValueError: naming the argument that is wrong.
         UnsupportedModel, TypeError: if the model cannot be switched at all.
     """
-    import transformers
-
     from foveal.hf import models
 
     models.check(model)
@@ -145,16 +143,8 @@ def plan(
     pieces = excerpts(
         text, tokenizer, length=length, continuation=continuation + 1, rounds=rounds, seed=seed, depths=depths
     )
-    config = models.decoder_config(model)
     setup = Setup(
         model=model_name or type(model).__name__,
-        parameters=sum(p.numel() for p in model.parameters()),
-        layers=config.num_hidden_layers,
-        query_heads=config.num_attention_heads,
-        key_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        positions=getattr(config, "max_position_embeddings", None),
-        dtype=str(model.dtype).removeprefix("torch."),
-        device=str(model.device),
         document=document_name,
         length=length,
         continuation=continuation,
@@ -162,15 +152,34 @@ def plan(
         seed=seed,
         rounds=rounds,
         depths=tuple(depths),
-        cores=os.cpu_count() or 1,
-        threads=torch.get_num_threads(),
-        foveal=foveal.__version__,
-        torch=torch.__version__,
-        transformers=transformers.__version__,
-        python=platform.python_version(),
+        **_surroundings(model),
     )
     problems = {method.name: reason for method in parsed if (reason := _problem(model, method, pieces[0].context))}
     return Plan(model, setup, tuple(parsed), tuple(pieces), problems)
+
+
+def _surroundings(model: Any) -> dict[str, Any]:
+    """What the setup says of the model, the machine and the software."""
+    import transformers
+
+    from foveal.hf.models import decoder_config
+
+    config = decoder_config(model)
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "layers": config.num_hidden_layers,
+        "query_heads": config.num_attention_heads,
+        "key_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        "positions": getattr(config, "max_position_embeddings", None),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "foveal": foveal.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def _problem(model: Any, method: Method, context: Sequence[int]) -> str | None:

@@ -261,9 +261,9 @@ def packed_equals_separate(spec: Mechanism) -> None:
         want_grads = gradients(want, weight, x)
         for form in (None, *spec.forms):
             got = foveal.attention(mechanism=spec, form=form, cu_seqlens=cu, mask=mask, output_final_state=True, **x)
-            close(got.output, want, msg=note(f"{form} form, {case}"))
+            close(got.output, want, msg=note(f"{form or 'default'} form, {case}"))
             for name, grad in gradients(got.output, weight, x).items():
-                close(grad, want_grads[name], msg=note(f"{form} form, {case}, gradient of {name}"))
+                close(grad, want_grads[name], msg=note(f"{form or 'default'} form, {case}, gradient of {name}"))
     state = foveal.attention(mechanism=spec, cu_seqlens=cu, output_final_state=True, **x).state.detach()
     again = foveal.attention(mechanism=spec, cu_seqlens=cu, initial_state=state, **x)
     for n, (a, b) in enumerate(spans):
