@@ -6,7 +6,7 @@ import contextlib
 import copy
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -95,34 +95,39 @@ def measure(
         held = nbytes(cache)
         peak = max(held, getattr(cache, "peak_nbytes", 0), *(size for _, size in trace))
         tick("reading", len(excerpt.context))
-        fork = copy.deepcopy(cache)
-        logits, step_seconds = [], []
-        for token in excerpt.continuation[:-1]:
-            start = clock(device)
-            logits.append(advance(model, torch.tensor([[token]], device=device), fork)[0].float())
-            step_seconds.append(clock(device) - start)
-            trace.append((trace[-1][0] + step_seconds[-1], nbytes(fork)))
-            tick("continuing", 1)
-        del fork
+        own, step_seconds = follow(model, copy.deepcopy(cache), excerpt.continuation[:-1], trace, tick)
         found = answers(model, cache, excerpt.questions, tick)
-    own = torch.stack(logits)
     reference = own if reference is None else reference
     target = torch.tensor(excerpt.continuation[1:], device=device)
-    return (
-        Sample(
-            prefill_seconds=prefill_seconds,
-            step_seconds=tuple(step_seconds),
-            peak_bytes=peak,
-            held_bytes=held,
-            trace=tuple(trace),
-            surprise=tuple((-own.double().log_softmax(-1).gather(1, target[:, None])[:, 0]).tolist()),
-            divergence=tuple(kl_divergence(reference, own).tolist()),
-            agreement=tuple((own.argmax(-1) == reference.argmax(-1)).tolist()),
-            depths=tuple(question.depth for question in excerpt.questions),
-            found=found,
-        ),
-        own,
+    sample = Sample(
+        prefill_seconds=prefill_seconds,
+        step_seconds=step_seconds,
+        peak_bytes=peak,
+        held_bytes=held,
+        trace=tuple(trace),
+        surprise=tuple((-own.double().log_softmax(-1).gather(1, target[:, None])[:, 0]).tolist()),
+        divergence=tuple(kl_divergence(reference, own).tolist()),
+        agreement=tuple((own.argmax(-1) == reference.argmax(-1)).tolist()),
+        depths=tuple(question.depth for question in excerpt.questions),
+        found=found,
     )
+    return sample, own
+
+
+def follow(
+    model: Any, cache: Any, tokens: Sequence[int], trace: list[tuple[float, int]], tick: Callable[[str, int], None]
+) -> tuple[Tensor, tuple[float, ...]]:
+    """Feed tokens one at a time: logits after each, [N, vocabulary], and seconds for each; the trace goes on."""
+    from foveal.hf.cache import nbytes
+
+    logits, seconds = [], []
+    for token in tokens:
+        start = clock(model.device)
+        logits.append(advance(model, torch.tensor([[token]], device=model.device), cache)[0].float())
+        seconds.append(clock(model.device) - start)
+        trace.append((trace[-1][0] + seconds[-1], nbytes(cache)))
+        tick("continuing", 1)
+    return torch.stack(logits), tuple(seconds)
 
 
 def answers(
