@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,18 +15,16 @@ from foveal.engines.cache import Eviction, PageSummary, Policy, Selection
 from foveal.testing.mechanism import expect, note
 
 Law = Callable[[Any], None]
-close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+close = torch.testing.assert_close
+EXACT = {torch.float64: {"rtol": 1e-9, "atol": 1e-12}, torch.float32: {"rtol": 1e-5, "atol": 1e-6}}
 SCALE = 0.4
 
 
 def draw(B: int, S: int, *, H: int = 4, G: int = 2, K: int = 8, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and as many queries."""
+    """Keys, values and as many queries, in float64."""
     g = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(B, G, S, K, generator=g),
-        torch.randn(B, G, S, K, generator=g),
-        torch.randn(B, H, S, K, generator=g),
-    )
+    k, v, q = (torch.randn(B, heads, S, K, generator=g, dtype=torch.float64) for heads in (G, G, H))
+    return k, v, q
 
 
 def scored(policy: Eviction, k: Tensor, v: Tensor, q: Tensor, real: Tensor | None = None) -> Tensor:
@@ -39,14 +36,15 @@ def scored(policy: Eviction, k: Tensor, v: Tensor, q: Tensor, real: Tensor | Non
 
 
 def score_equals_definition(policy: Eviction) -> None:
-    """Scores of a batch equal the definition of each row, for one token and for many."""
+    """Scores of a batch equal the float64 definition of each row, for one token and for many, in either precision."""
     for S in (57, 6, 1):
         k, v, q = draw(2, S)
         wanted = policy.observes()
         seen = q if wanted is None else q[:, :, S - min(wanted, S) :]
-        got = scored(policy, k, v, q)
         want = torch.stack([policy.definition(k[b], v[b], seen[b], scale=SCALE) for b in range(2)])
-        close(got, want.to(got.dtype), msg=note(f"S={S}"))
+        for dtype, tolerance in EXACT.items():
+            got = scored(policy, *(x.to(dtype) for x in (k, v, q)))
+            close(got.double(), want.double(), **tolerance, msg=note(f"S={S}, {dtype}"))
 
 
 def padding_changes_nothing(policy: Eviction) -> None:
@@ -79,30 +77,37 @@ def budget_is_exact(policy: Eviction) -> None:
     equal = torch.zeros(2, 2, 30)
     kept = policy.keep(equal, torch.ones(2, 30, dtype=torch.bool), torch.tensor([7, 7]))
     assert kept.index.shape[-1] == 7, "equal scores must not change the number kept"
+    beside = policy.keep(equal, torch.ones(2, 30, dtype=torch.bool), torch.tensor([7, 21]))
+    own = beside.index[0][:, beside.real[0]]
+    assert torch.equal(own, kept.index[0]), "which of equal scores survive depends on another row"
     share = dataclasses.replace(policy, budget=0.25)
     assert share.limit(torch.tensor([100, 4, 1, 0])).tolist() == [25, 1, 1, 1]
 
 
 def protected_tokens_survive(policy: Eviction) -> None:
-    """The first and last tokens that the policy protects are there, also behind padding."""
-    first, last = policy.protected()
+    """The first and last tokens that the policy protects are there, also behind padding, the newest above all."""
     k, v, q = draw(2, 90)
     real = torch.ones(2, 90, dtype=torch.bool)
     real[1, :13] = False
-    kept = policy.keep(scored(policy, k, v, q, real), real, torch.tensor([first + last + 3] * 2))
-    for b, start in enumerate((0, 13)):
-        for slot in (*range(start, start + first), *range(90 - last, 90)):
-            assert (kept.index[b] == slot).any(-1).all(), f"protected slot {slot} was evicted"
+    for budget in (1, 2, 20):
+        limit = torch.tensor([budget, budget])
+        kept = policy.keep(scored(policy, k, v, q, real), real, limit)
+        first, last = (int(x[0]) for x in policy.guarded(limit))
+        assert first + last <= budget
+        for b, start in enumerate((0, 13)):
+            for slot in (*range(start, start + first), *range(90 - last, 90)):
+                assert (kept.index[b] == slot).any(-1).all(), f"protected slot {slot} was evicted"
 
 
 def the_best_survive(policy: Eviction) -> None:
     """No evicted token scores above a kept one, by the definition."""
     k, v, q = draw(1, 80)
-    first, last = policy.protected()
+    limit = torch.tensor([20])
+    first, last = (int(x) for x in policy.guarded(limit))
     wanted = policy.observes()
     seen = q if wanted is None else q[:, :, 80 - min(wanted, 80) :]
     scores = policy.definition(k[0], v[0], seen[0], scale=SCALE)
-    kept = policy.keep(scored(policy, k, v, q), torch.ones(1, 80, dtype=torch.bool), torch.tensor([first + last + 9]))
+    kept = policy.keep(scored(policy, k, v, q), torch.ones(1, 80, dtype=torch.bool), limit)
     chosen = torch.zeros(scores.shape, dtype=torch.bool).scatter(-1, kept.index[0], True)
     middle = slice(first, 80 - last)
     worst = scores.masked_fill(~chosen, torch.inf)[:, middle].amin(-1)

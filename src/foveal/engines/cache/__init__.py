@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from foveal.precision import upcast
 from foveal.spec import Paper, Spec
 
 
@@ -58,9 +59,17 @@ class Eviction(Policy):
     while_decoding: ClassVar[bool] = False
     slots: ClassVar[bool] = False
 
-    def protected(self) -> tuple[int, int]:
-        """How many of the first and of the last tokens of a row survive whatever their score."""
+    def protected(self) -> tuple[int | float, int | float]:
+        """How many of the first and last tokens survive whatever their score; a float is a share of the limit."""
         return 0, 0
+
+    def guarded(self, limit: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for each row under its limit [B]: a limit too small for both is for the last tokens."""
+        first, last = (
+            (x * limit.double()).long() if isinstance(x, float) else torch.full_like(limit, x) for x in self.protected()
+        )
+        last = torch.minimum(last, limit)
+        return torch.minimum(first, limit - last), last
 
     def observes(self) -> int | None:
         """How many of the latest queries :meth:`score` looks at: 0 is none, None is all of the call."""
@@ -86,14 +95,15 @@ class Eviction(Policy):
         raise NotImplementedError
 
     def keep(self, scores: Tensor, real: Tensor, limit: Tensor) -> Kept:
-        """The survivors of scores [B, G, S] under a limit [B] for each row."""
-        first, last = self.protected()
+        """The survivors of scores [B, G, S] under a limit [B] for each row; of equal scores the earlier slots win."""
+        first, last = (x[:, None] for x in self.guarded(limit))
         order = real.cumsum(1)
         rank = scores.masked_fill(((order <= first) & real)[:, None], torch.finfo(scores.dtype).max)
         rank = rank.masked_fill(((order > order[:, -1:] - last) & real)[:, None], torch.inf)
         rank = rank.masked_fill(~real[:, None], -torch.inf)
         count = torch.minimum(limit, real.sum(1))
-        best = rank.topk(int(count.max()), dim=-1).indices
+        # stable, unlike topk: which of equal scores survive must not depend on other rows
+        best = rank.sort(dim=-1, descending=True, stable=True).indices[..., : int(count.max())]
         chosen = torch.arange(best.shape[-1], device=best.device) < count[:, None]
         index = best.masked_fill(~chosen[:, None], -1).sort(-1).values
         return Kept(index.clamp(min=0), index[:, 0] >= 0)
@@ -127,16 +137,17 @@ class Selection(Policy):
 
 
 def attention_paid(k: Tensor, queries: Tensor, *, real: Tensor, scale: float, tile: int = 256) -> Iterator[Tensor]:
-    """Yield the attention that tiles of the last queries pay to each key, [B, G, H / G, tile, S], causal, fp32.
+    """Yield the attention that tiles of the last queries pay to each key, causal, [B, G, H / G, tile, S], fp32 or more.
 
     Tiles keep memory at O(tile S) where a policy needs every query of a long prompt.
     """
     (B, G, S, K), W = k.shape, queries.shape[2]
-    grouped = queries.float().reshape(B, G, -1, W, K)
+    k, grouped = upcast(k), upcast(queries).reshape(B, G, -1, W, K)
     slot = torch.arange(S, device=k.device)
     for start in range(0, W, tile):
         rows = slice(start, min(start + tile, W))
-        scores = scale * grouped[:, :, :, rows] @ k.float().mT[:, :, None]
+        tiled = grouped[:, :, :, rows]
+        scores = (scale * tiled.flatten(2, 3) @ k.mT).unflatten(2, tiled.shape[2:4])
         own = torch.arange(S - W + rows.start, S - W + rows.stop, device=k.device)
         seen = (slot <= own[:, None]) & real[:, None, None, None]
         weight = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
@@ -157,7 +168,7 @@ class PageSummary:
     def append(self, k: Tensor, position: Tensor, real: Tensor) -> None:
         """Take in new keys [B, G, n, K] at positions [B, n], real [B, n]; only their pages are touched."""
         B, G, _, K = k.shape
-        pages = int(position.max()) // self.page + 1
+        pages = max(int(position.max()), 0) // self.page + 1
         low, high = k.new_full((B, G, pages, K), torch.inf), k.new_full((B, G, pages, K), -torch.inf)
         if self.low is not None and self.high is not None:
             low[:, :, : self.low.shape[2]], high[:, :, : self.high.shape[2]] = self.low, self.high

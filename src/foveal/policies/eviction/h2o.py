@@ -47,8 +47,8 @@ class H2O(Eviction, name="h2o"):
         super().__post_init__()
         self.require_number("recent", -1e-9, 1, "a share in [0, 1]")
 
-    def protected(self) -> tuple[int, int]:
-        return 0, int(self.recent * self.budget) if isinstance(self.budget, int) else 1
+    def protected(self) -> tuple[int | float, int | float]:
+        return 0, float(self.recent)
 
     def observes(self) -> int | None:
         return None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foveal.engines.cache import Eviction
+from foveal.precision import upcast
 from foveal.spec import Paper
 
 
@@ -42,9 +43,9 @@ class KNorm(Eviction, name="knorm"):
     def score(
         self, k: Tensor, v: Tensor, queries: Tensor, *, real: Tensor, scale: float, past: Tensor | None = None
     ) -> Tensor:
-        norm: Tensor = torch.linalg.vector_norm(k.float(), dim=-1)
+        norm: Tensor = torch.linalg.vector_norm(upcast(k), dim=-1)
         return -norm
 
     def definition(self, k: Tensor, v: Tensor, queries: Tensor, *, scale: float) -> Tensor:
         G, S, _ = k.shape
-        return torch.tensor([[-float((k[g, j] ** 2).sum().sqrt()) for j in range(S)] for g in range(G)])
+        return torch.tensor([[-float((k[g, j] ** 2).sum().sqrt()) for j in range(S)] for g in range(G)], dtype=k.dtype)

@@ -52,7 +52,7 @@ class SnapKV(Eviction, name="snapkv"):
         if self.kernel % 2 == 0:
             raise self.fail("kernel", self.kernel, "an odd int >= 1")
 
-    def protected(self) -> tuple[int, int]:
+    def protected(self) -> tuple[int | float, int | float]:
         return 0, self.window
 
     def observes(self) -> int | None:

@@ -47,7 +47,7 @@ class StreamingLLM(Eviction, name="streaming_llm"):
         if isinstance(self.budget, int) and self.budget <= self.sinks:
             raise self.fail("budget", self.budget, f"more than sinks={self.sinks}")
 
-    def protected(self) -> tuple[int, int]:
+    def protected(self) -> tuple[int | float, int | float]:
         return self.sinks, 1
 
     def score(
@@ -58,4 +58,4 @@ class StreamingLLM(Eviction, name="streaming_llm"):
 
     def definition(self, k: Tensor, v: Tensor, queries: Tensor, *, scale: float) -> Tensor:
         G, S, _ = k.shape
-        return torch.tensor([[float(j) for j in range(S)] for _ in range(G)])
+        return torch.tensor([[float(j) for j in range(S)] for _ in range(G)], dtype=k.dtype)

@@ -36,7 +36,7 @@ class TOVA(Eviction, name="tova"):
 
     budget: int | float = 1024
 
-    def protected(self) -> tuple[int, int]:
+    def protected(self) -> tuple[int | float, int | float]:
         return 0, 1
 
     def observes(self) -> int | None:
