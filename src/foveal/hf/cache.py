@@ -13,6 +13,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from foveal.engines.cache import Eviction, PageSummary, Policy, Selection
 from foveal.hf.models import move
 
+Rotation = Callable[[], tuple[Tensor, bool]]  # asked at each move: some models change frequencies with the length
+
 
 class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     """The keys and values of one layer under a policy.
@@ -24,7 +26,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, policy: Policy, number: int, rotation: tuple[Tensor, bool] | None, notify: Callable[..., None]):
+    def __init__(self, policy: Policy, number: int, rotation: Rotation | None, notify: Callable[..., None]):
         super().__init__()
         self.policy, self.number, self.rotation, self.notify = policy, number, rotation, notify
         self.real: Tensor | None = None  # bool [B, n]
@@ -82,8 +84,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         accumulates = policy.observes() is None
         if (queries.shape[2] == 1 and not policy.while_decoding) or not (full or accumulates):
             return
-        wanted = policy.observes()
-        queries = queries[:, :, max(queries.shape[2] - wanted, 0) :] if wanted is not None else queries
+        queries = self._observed(policy, queries)
         past = None
         if accumulates and self.past is not None:
             past = torch.nn.functional.pad(self.past, (0, self.keys.shape[2] - self.past.shape[2]))
@@ -99,14 +100,28 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.past = kept.take(scores) if accumulates else None
         self.real = kept.real
 
+    def _observed(self, policy: Eviction, queries: Tensor) -> Tensor:
+        """The latest queries that the policy looks at."""
+        assert self.real is not None
+        wanted = policy.observes()
+        if wanted is None:
+            return queries
+        if wanted and not bool(self.real[:, -1].all()):
+            row = int((~self.real[:, -1]).nonzero()[0])
+            raise ValueError(
+                f"attention_mask: row {row} ends in padding, expected padding in front: {policy.name} looks at the "
+                "last queries (or pass use_cache=False)"
+            )
+        return queries[:, :, max(queries.shape[2] - wanted, 0) :]
+
     def _close_gap(self, policy: Eviction, limit: Tensor) -> None:
         """Rotate the sinks forward by the number of tokens dropped behind them, so that slots are positions."""
         assert self.rotation is not None
         assert self.real is not None
         order = self.real.cumsum(1)
-        sink = (order <= policy.protected()[0]) & self.real
+        sink = (order <= policy.guarded(limit)[0][:, None]) & self.real
         gap = (self.real.sum(1) - limit).clamp(min=0)
-        moved = move(self.keys, gap, *self.rotation)
+        moved = move(self.keys, gap, *self.rotation())
         self.keys = moved.where(sink[:, None, :, None], self.keys)
 
     def pages(self, queries: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -209,13 +224,16 @@ def storage(tensors: Iterable[Tensor | None]) -> int:
     return sum(memory.values())
 
 
+def layer_nbytes(layer: CacheLayerMixin) -> int:
+    """Bytes that the keys and values of one layer really hold."""
+    if not layer.is_initialized:
+        return 0
+    return layer.nbytes if isinstance(layer, PolicyLayer) else storage([layer.keys, layer.values])
+
+
 def nbytes(cache: Cache) -> int:
     """Bytes that the keys and values of any transformers cache really hold."""
-    total = 0
-    for layer in cache.layers:
-        own = layer.nbytes if isinstance(layer, PolicyLayer) else storage([layer.keys, layer.values])
-        total += own if layer.is_initialized else 0
-    return total
+    return sum(map(layer_nbytes, cache.layers))
 
 
 class PolicyCache(Cache):  # type: ignore[misc]
@@ -228,11 +246,18 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def __init__(self, layers: list[CacheLayerMixin]) -> None:
         super().__init__(layers=layers)
         self.peak_nbytes = 0
+        self._held = [0] * len(layers)  # bytes of each layer when last looked at
+        self._latest = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Append the keys and values of a call and return all that are held."""
         result = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        begins = layer_idx <= self._latest
+        # since the last update only the layer of that update has changed, unless a new call begins
+        for n in range(len(self.layers)) if begins else (self._latest, layer_idx):
+            self._held[n] = layer_nbytes(self.layers[n])
+        self._latest = layer_idx
+        self.peak_nbytes = max(self.peak_nbytes, sum(self._held))
         return result
 
     @property

@@ -87,6 +87,19 @@ def layer_types(model: nn.Module) -> list[str]:
     return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
 
 
+def check_cache(model: nn.Module) -> None:
+    """Refuse models whose cache a policy cannot follow.
+
+    Raises:
+        UnsupportedModel: with the reason in one sentence.
+    """
+    name = type(model).__name__
+    if "full_attention" not in layer_types(model):
+        raise UnsupportedModel(f"model: {name} has sliding layers only, no cache to compress")
+    if getattr(decoder_config(model), "num_kv_shared_layers", 0):
+        raise UnsupportedModel(f"model: {name} shares keys between layers, which cannot be compressed for one of them")
+
+
 def rotation(model: nn.Module) -> tuple[Tensor, bool]:
     """Inverse frequencies of the rotary embedding in full-attention layers, and whether pairs are neighbours.
 
@@ -106,7 +119,7 @@ def rotation(model: nn.Module) -> tuple[Tensor, bool]:
 def move(k: Tensor, by: Tensor, frequencies: Tensor, interleaved: bool) -> Tensor:
     """Keys [B, G, n, K] rotated by a number of positions per row [B]; channels beyond the rotary ones stay."""
     width = 2 * len(frequencies)
-    angle = by[:, None, None, None].double() * frequencies.double()
+    angle = by[:, None, None, None].double() * frequencies.to(k.device).double()
     cos, sin = angle.cos().to(k.dtype), angle.sin().to(k.dtype)
     turned, rest = k[..., :width], k[..., width:]
     if interleaved:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 from collections.abc import Iterator
@@ -34,14 +35,17 @@ class Session:
         model: the model, restored when the context ends.
         mechanism: what its full-attention layers compute.
         policy: what its cache follows, or None for transformers' own cache.
+        kinds: what each decoder layer sees, ``"full_attention"`` or another.
         cache: the cache of the latest call, or None before the first.
     """
 
     model: Any
     mechanism: Mechanism
     policy: Policy | None
+    kinds: list[str]
     cache: PolicyCache | None = None
     _current: PolicyLayer | None = None
+    _open: bool = True
 
     def new_cache(self) -> PolicyCache:
         """An empty cache under the session's policy, to be passed to the model by hand.
@@ -53,7 +57,9 @@ class Session:
             raise ValueError("cache: this session has no policy, expected hf.use(model, cache=...)")
         config = models.decoder_config(self.model)
         slots = isinstance(self.policy, Eviction) and self.policy.slots
-        rotation = models.rotation(self.model) if slots else None
+        rotation = functools.partial(models.rotation, self.model) if slots else None
+        if rotation is not None:
+            rotation()  # an architecture whose keys cannot be moved is refused at once
         layers = [
             PolicyLayer(self.policy, n, rotation, self._notice) if type(layer) is DynamicLayer else layer
             for n, layer in enumerate(DynamicCache(config=config).layers)
@@ -62,6 +68,8 @@ class Session:
         return self.cache
 
     def _notice(self, layer: PolicyLayer) -> None:
+        if not self._open:
+            raise ValueError("cache: its hf.use context has ended, expected it open while the cache is used")
         self._current = layer
 
     def attend(
@@ -77,6 +85,7 @@ class Session:
         softcap: float | None = None,
         sliding_window: int | None = None,
         s_aux: Tensor | None = None,
+        is_causal: bool | None = None,
         **ignored: Any,
     ) -> tuple[Tensor, None]:
         """What transformers calls in each attention layer: [B, H, T, K] in, [B, T, H, V] out."""
@@ -85,23 +94,31 @@ class Session:
             raise ValueError("model: attention dropout is on, expected model.eval(); a switched model is for inference")
         scale = module.head_dim**-0.5 if scaling is None else scaling  # type: ignore[operator]
         square = attention_mask is not None and attention_mask.dim() == 4
-        spec = self._mechanism(sliding_window, softcap, square)
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        own = sliding_window is not None or not causal or not self._is_full(module)
+        if square and not own and self.mechanism != _softmax():
+            raise ValueError(
+                f"attention_mask: has 4 axes, expected [B, S]: {self.mechanism.name} decides what each query sees"
+            )
+        spec = _softmax(softcap) if own else self._mechanism(softcap)
         inputs = {} if s_aux is None else {"sink_logits": s_aux.to(query.dtype)}
         call: dict[str, Any] = {"scale": scale, "layout": "bhtd", **inputs}
         if layer is not None:
             output = self._attend_cached(layer, spec, query, key, value, attention_mask, call)
-        elif square:
-            assert attention_mask is not None
+        elif square or not causal:
             output = foveal.attention(query, key, value, spec, causal=False, mask=attention_mask, **call)
         else:
             padding = None if attention_mask is None else attention_mask[:, -key.shape[2] :]
             output = foveal.attention(query, key, value, spec, mask=padding, **call)
         return output.transpose(1, 2).contiguous(), None
 
-    def _mechanism(self, sliding_window: int | None, softcap: float | None, square: bool) -> Mechanism:
-        """The session's mechanism, or softmax where a layer's own window or a custom mask decides what is seen."""
-        if sliding_window is not None or square:
-            return registry.get("softmax")(softcap=softcap)  # type: ignore[no-any-return]
+    def _is_full(self, module: nn.Module) -> bool:
+        """Whether a layer sees everything before it, and not a window or a chunk of its own."""
+        number = getattr(module, "layer_idx", None)
+        return number is None or number >= len(self.kinds) or self.kinds[number] == "full_attention"
+
+    def _mechanism(self, softcap: float | None) -> Mechanism:
+        """The session's mechanism with the soft cap of the model."""
         if softcap is None:
             return self.mechanism
         if "softcap" not in self.mechanism.settings():
@@ -133,9 +150,15 @@ class Session:
             k, v = (x.gather(2, index.expand(*slot.shape, x.shape[-1])) for x in (key, value))
             group = query.shape[1] // key.shape[1]
             mask = exists.repeat_interleave(group, 1)[:, :, None]
-            output = foveal.attention(query, k, v, spec, causal=False, mask=mask, **call)
+            # the pages take the place of what the mechanism would choose
+            softmax = _softmax(getattr(spec, "softcap", None))
+            output = foveal.attention(query, k, v, softmax, causal=False, mask=mask, **call)
         layer.settle(query, call["scale"])
         return output
+
+
+def _softmax(softcap: float | None = None) -> Mechanism:
+    return registry.get("softmax")(softcap=softcap)  # type: ignore[no-any-return]
 
 
 def mask(
@@ -220,15 +243,18 @@ def use(
         ValueError: for unknown names, budgets out of range, or a model that is switched already.
     """
     models.check(model)
-    session = Session(model, resolve_mechanism(attention), resolve_policy(cache, budget, compression_ratio))
-    if session.policy is not None:
-        if "full_attention" not in models.layer_types(model):
-            raise models.UnsupportedModel(
-                f"model: {type(model).__name__} has sliding layers only, no cache to compress"
-            )
+    mechanism, policy = resolve_mechanism(attention), resolve_policy(cache, budget, compression_ratio)
+    if policy is not None and getattr(mechanism, "alibi", False):
+        raise ValueError(f"attention: {mechanism.name} measures distances, which {policy.name} does not keep")
+    session = Session(model, mechanism, policy, models.layer_types(model))
+    if mechanism != _softmax() and "full_attention" not in session.kinds:
+        raise models.UnsupportedModel(f"model: {type(model).__name__} has sliding layers only, none to switch")
+    if policy is not None:
+        models.check_cache(model)
         session.new_cache()  # reports at once what the policy needs and the model lacks
         session.cache = None
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    # the decoder's only: a vision tower beside it attends in both directions
+    configs = {id(m.config): m.config for m in model.get_decoder().modules() if hasattr(m, "config")}
     before = {key: config._attn_implementation for key, config in configs.items()}
     if any(str(name).startswith(PREFIX) for name in before.values()):
         raise ValueError("model: is switched already, expected one hf.use at a time")
@@ -241,6 +267,7 @@ def use(
             config._attn_implementation_internal = name
         yield session
     finally:
+        session._open = False
         for key, config in configs.items():
             config._attn_implementation_internal = before[key]
         if hook is not None:
@@ -258,6 +285,8 @@ def _cache_hook(session: Session) -> Any:
         given = next((kwargs[n] for n in ("cache", "past_key_values") if kwargs.get(n) is not None), None)
         wanted = kwargs.get("use_cache")
         wanted = getattr(model.config, "use_cache", True) if wanted is None else wanted
+        if isinstance(given, PolicyCache):
+            session.cache = given
         if isinstance(given, PolicyCache) or not (wanted or given is not None):
             return args, kwargs
         if isinstance(given, Cache) and given.get_seq_length() > 0:

@@ -16,7 +16,7 @@ from foveal.testing.mechanism import expect, note
 
 Law = Callable[[Any], None]
 close = torch.testing.assert_close
-EXACT = {torch.float64: {"rtol": 1e-9, "atol": 1e-12}, torch.float32: {"rtol": 1e-5, "atol": 1e-6}}
+EXACT = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-5, 1e-6)}  # relative and absolute, by the dtype of the scores
 SCALE = 0.4
 
 
@@ -42,9 +42,10 @@ def score_equals_definition(policy: Eviction) -> None:
         wanted = policy.observes()
         seen = q if wanted is None else q[:, :, S - min(wanted, S) :]
         want = torch.stack([policy.definition(k[b], v[b], seen[b], scale=SCALE) for b in range(2)])
-        for dtype, tolerance in EXACT.items():
+        for dtype in EXACT:
             got = scored(policy, *(x.to(dtype) for x in (k, v, q)))
-            close(got.double(), want.double(), **tolerance, msg=note(f"S={S}, {dtype}"))
+            rtol, atol = EXACT.get(got.dtype, EXACT[torch.float32])
+            close(got.double(), want.double(), rtol=rtol, atol=atol, msg=note(f"S={S}, {dtype}"))
 
 
 def padding_changes_nothing(policy: Eviction) -> None:

@@ -147,7 +147,7 @@ def attention_paid(k: Tensor, queries: Tensor, *, real: Tensor, scale: float, ti
     for start in range(0, W, tile):
         rows = slice(start, min(start + tile, W))
         tiled = grouped[:, :, :, rows]
-        scores = (scale * tiled.flatten(2, 3) @ k.mT).unflatten(2, tiled.shape[2:4])
+        scores = (scale * tiled.flatten(2, 3) @ k.mT).reshape(*tiled.shape[:4], S)
         own = torch.arange(S - W + rows.start, S - W + rows.stop, device=k.device)
         seen = (slot <= own[:, None]) & real[:, None, None, None]
         weight = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
