@@ -64,6 +64,13 @@ def test_equal_scores_keep_the_same_slots_whatever_the_batch():
     assert alone[0] == beside[0] == [slot - 50 for slot in padded[0]] == list(range(7))
 
 
+def test_losing_one_entry_is_the_same_rule():
+    """The short way of a decode step against the sort that rows of different limits need."""
+    policy = foveal.get("knorm")(budget=4)
+    assert kept(policy, [[5, 1, 9, 1, 7]], [4]) == [[0, 1, 2, 4]]
+    assert kept(policy, [[5, 1, 9, 1, 7], [1, 2, 3, 4, 5]], [4, 2]) == [[0, 1, 2, 4], [3, 4]]
+
+
 def test_a_share_of_the_budget_is_recent():
     by_count, by_share = (foveal.get("h2o")(budget=budget, recent=0.5) for budget in (4, 0.5))
     for policy in (by_count, by_share):  # 8 tokens: 4 survive, 2 of them are the newest

@@ -251,3 +251,47 @@ def test_the_peak_is_one_full_layer_beside_the_compressed_ones(llama):
         entry = 2 * 2 * 8 * 4  # keys and values, heads, width, bytes
         assert session.cache.nbytes == 3 * 10 * entry
         assert session.cache.peak_nbytes == (10 + 10 + 40) * entry
+
+
+def test_memory_grows_in_steps_that_are_counted(llama):
+    """Generated tokens are written into room for 32; what it holds is counted, used or not."""
+    ids = tiny.prompt(B=1, T=60)["input_ids"]
+    entry = 2 * 2 * 8 * 4  # keys and values, heads, width, bytes
+    with hf.use(llama, cache=policy("knorm", 10)) as session:
+        past = tiny.cache_of(llama(ids[:, :20], use_cache=True))
+        for t in range(20, 60):
+            llama(ids[:, t : t + 1], **tiny.past(past))
+            held = 10 + 32 if t < 52 else 10 + 64
+            assert session.cache.layers[0].nbytes == held * entry
+            assert session.cache.lengths[0].tolist() == [[10 + t - 19] * 2]
+
+
+@pytest.mark.parametrize("cache", POLICIES)
+def test_long_answers_equal_the_full_forward(llama, cache):
+    """Beyond one step of memory, over a copy, and with the prompt read in another inference mode."""
+    ids = tiny.prompt(B=2, T=90)["input_ids"]
+    want = llama(ids).logits
+    with hf.use(llama, cache=policy(cache, 100)):
+        past, rows = tiny.cache_of(llama(ids[:, :10], use_cache=True)), []
+        for t in range(10, 90):
+            if t == 25:
+                twin = copy.deepcopy(past)
+            with torch.inference_mode(t % 20 < 10), torch.no_grad():
+                rows.append(llama(ids[:, t : t + 1], **tiny.past(past)).logits)
+        close(torch.cat(rows, 1), want[:, 10:], rtol=1e-4, atol=1e-4)
+        again = llama(ids[:, 25:26], **tiny.past(twin)).logits
+        close(again, want[:, 25:26], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cache", POLICIES)
+def test_gradients_pass_a_cache(cache):
+    """With gradients on nothing is written in place."""
+    with torch.inference_mode(False), torch.enable_grad():
+        model, ids = tiny.make("llama"), tiny.prompt(B=1, T=24)["input_ids"]
+        weight = model.get_input_embeddings().weight
+        (want,) = torch.autograd.grad(model(ids).logits[:, 20:].square().mean(), weight)
+        with hf.use(model, cache=policy(cache, 100)):
+            past = tiny.cache_of(model(ids[:, :20], use_cache=True))
+            rows = [model(ids[:, t : t + 1], **tiny.past(past)).logits for t in range(20, 24)]
+            (got,) = torch.autograd.grad(torch.cat(rows, 1).square().mean(), weight)
+        close(got, want, rtol=1e-4, atol=1e-5)

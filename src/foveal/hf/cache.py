@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from foveal.engines.cache import Eviction, PageSummary, Policy, Selection
+from foveal.engines.cache import Eviction, PageSummary, Policy, Selection, take
 from foveal.hf.models import move
 
 Rotation = Callable[[], tuple[Tensor, bool]]  # asked at each move: some models change frequencies with the length
+
+ROOM = 32  # entries
 
 
 class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -34,6 +37,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.past: Tensor | None = None  # running scores, [B, G, n]
         self.tokens: Tensor | None = None  # real tokens seen, [B]
         self.summary = PageSummary(policy.page) if isinstance(policy, Selection) else None
+        self.memory: tuple[Tensor, Tensor] | None = None  # what keys and values lie in, where it has room for more
         self.seen = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -50,11 +54,25 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         """Append the keys and values of a call and return all that are held."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys = torch.cat((self.keys, key_states), 2)
-        self.values = torch.cat((self.values, value_states), 2)
+        self._append(key_states, value_states)
         self.seen += key_states.shape[2]
         self.notify(self)
         return self.keys, self.values
+
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        """Put new entries behind the others; where tokens add up one by one, memory grows by ROOM of them at a time."""
+        n, count = self.keys.shape[2], keys.shape[2]
+        drops = isinstance(self.policy, Eviction) and self.policy.while_decoding
+        if count > 1 or drops or torch.is_grad_enabled():
+            self.keys, self.values = torch.cat((self.keys, keys), 2), torch.cat((self.values, values), 2)
+            self.memory = None
+            return
+        if self.memory is None or self.memory[0].shape[2] == n or not _writable(self.memory[0]):
+            space = (0, 0, 0, ROOM)
+            self.memory = pad(self.keys, space), pad(self.values, space)
+        for memory, new in zip(self.memory, (keys, values), strict=True):
+            memory[:, :, n : n + 1] = new
+        self.keys, self.values = (memory[:, :, : n + 1] for memory in self.memory)
 
     def admit(self, padding: Tensor | None, count: int) -> Tensor:
         """Take note of which of the ``count`` newest tokens exist; returns which of all slots do, bool [B, n]."""
@@ -87,18 +105,19 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         queries = self._observed(policy, queries)
         past = None
         if accumulates and self.past is not None:
-            past = torch.nn.functional.pad(self.past, (0, self.keys.shape[2] - self.past.shape[2]))
+            past = pad(self.past, (0, self.keys.shape[2] - self.past.shape[2]))
         scores = policy.score(self.keys, self.values, queries, real=self.real, scale=scale, past=past)
         self.past = scores if accumulates else None
         if not full:
             return
         kept = policy.keep(scores, self.real, limit)
-        if policy.slots:
-            self._close_gap(policy, limit)
-        self.keys, self.values = kept.take(self.keys), kept.take(self.values)
+        gap = (self.real.sum(1) - limit).clamp(min=0)
+        self.keys, self.values, self.memory = kept.take(self.keys), kept.take(self.values), None
         self.positions = kept.take(self.positions)
         self.past = kept.take(scores) if accumulates else None
         self.real = kept.real
+        if policy.slots:
+            self._close_gap(gap, policy.guarded(limit)[0])
 
     def _observed(self, policy: Eviction, queries: Tensor) -> Tensor:
         """The latest queries that the policy looks at."""
@@ -114,18 +133,21 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         return queries[:, :, max(queries.shape[2] - wanted, 0) :]
 
-    def _close_gap(self, policy: Eviction, limit: Tensor) -> None:
+    def _close_gap(self, gap: Tensor, sinks: Tensor) -> None:
         """Rotate the sinks forward by the number of tokens dropped behind them, so that slots are positions."""
         assert self.rotation is not None
         assert self.real is not None
-        order = self.real.cumsum(1)
-        sink = (order <= policy.guarded(limit)[0][:, None]) & self.real
-        gap = (self.real.sum(1) - limit).clamp(min=0)
-        moved = move(self.keys, gap, *self.rotation())
-        self.keys = moved.where(sink[:, None, :, None], self.keys)
+        sink = (self.real.cumsum(1) <= sinks[:, None]) & self.real
+        far = int(sink.any(0).sum() + (~self.real).any(0).sum())  # padding comes first
+        first = self.keys[:, :, :far]
+        moved = move(first, gap, *self.rotation())
+        self.keys[:, :, :far] = moved.where(sink[:, None, :far, None], first)
 
-    def pages(self, queries: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What a decode step reads under a selecting policy: slots [B, G, n] and which exist; None is everything."""
+    def pages(self, queries: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """What a decode step reads under a selecting policy: slots [B, G, n], and which exist if not all do.
+
+        None is everything.
+        """
         policy = self.policy
         if self.summary is None or not isinstance(policy, Selection) or queries.shape[2] != 1:
             return None
@@ -148,7 +170,15 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         if not bool(self.real.all()):  # real tokens first, in their order
             order = torch.argsort((~self.real).to(torch.int8), dim=1, stable=True)
             slot = order[:, None].expand(-1, slot.shape[1], -1).gather(2, slot)
+        held = int(exists.sum(-1).max())
+        if bool(exists[..., :held].all()):  # tokens that do not exist yet come last: the newest page's
+            return slot[..., :held], None
         return slot, exists
+
+    def read(self, slot: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values in the slots [B, G, n], and of no others."""
+        keys, values = (self.keys, self.values) if self.memory is None else self.memory
+        return take(keys, slot), take(values, slot)
 
     def _fewer(self, policy: Selection, queries: Tensor, chosen: Tensor, count: Tensor) -> Tensor:
         assert self.summary is not None
@@ -158,7 +188,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         for b, n in enumerate(count.tolist()):
             low, high = self.summary.low[b : b + 1], self.summary.high[b : b + 1]
             own = policy.select(queries[b : b + 1, :, 0], low, high, count=n)
-            rows.append(torch.nn.functional.pad(own, (chosen.shape[-1] - own.shape[-1], 0), value=-1))
+            rows.append(pad(own, (chosen.shape[-1] - own.shape[-1], 0), value=-1))
         return torch.cat(rows)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -181,6 +211,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return twin
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.memory = None
         for name in ("keys", "values", "real", "positions", "past", "tokens"):
             x = getattr(self, name)
             if x is not None:
@@ -216,6 +247,11 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         """Bytes of the memory that keys, values and page summaries hold."""
         pages = [] if self.summary is None else [self.summary.low, self.summary.high]
         return storage([self.keys, self.values, *pages])
+
+
+def _writable(x: Tensor) -> bool:
+    """Whether a tensor may be written to here: one made in inference mode not outside of it."""
+    return torch.is_inference_mode_enabled() or not x.is_inference()
 
 
 def storage(tensors: Iterable[Tensor | None]) -> int:

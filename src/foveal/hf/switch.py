@@ -146,10 +146,9 @@ class Session:
             output = foveal.attention(query, key, value, spec, mask=mask, **call)
         else:
             slot, exists = pages
-            index = slot[..., None]
-            k, v = (x.gather(2, index.expand(*slot.shape, x.shape[-1])) for x in (key, value))
+            k, v = layer.read(slot)
             group = query.shape[1] // key.shape[1]
-            mask = exists.repeat_interleave(group, 1)[:, :, None]
+            mask = None if exists is None else exists.repeat_interleave(group, 1)[:, :, None]
             # the pages take the place of what the mechanism would choose
             softmax = _softmax(getattr(spec, "softcap", None))
             output = foveal.attention(query, k, v, softmax, causal=False, mask=mask, **call)

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from foveal.precision import upcast
 from foveal.spec import Paper, Spec
@@ -27,8 +28,17 @@ class Kept:
 
     def take(self, x: Tensor) -> Tensor:
         """The kept entries of [B, G, S] or [B, G, S, X], in memory of their own."""
-        index = self.index if x.dim() == 3 else self.index[..., None].expand(-1, -1, -1, x.shape[-1])
+        return take(x, self.index)
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """The entries ``index`` [B, G, n] of [B, G, S] or [B, G, S, X] of each row and head."""
+    if x.dim() == 3:
         return x.gather(2, index)
+    B, G, S, X = x.shape
+    # whole vectors are copied, which a gather of single numbers does not
+    rows = index + S * torch.arange(B * G, device=x.device).reshape(B, G, 1)
+    return x.reshape(-1, X).index_select(0, rows.flatten()).reshape(B, G, -1, X)
 
 
 class Policy(Spec):
@@ -102,11 +112,21 @@ class Eviction(Policy):
         rank = rank.masked_fill(((order > order[:, -1:] - last) & real)[:, None], torch.inf)
         rank = rank.masked_fill(~real[:, None], -torch.inf)
         count = torch.minimum(limit, real.sum(1))
+        if bool((count == real.shape[1] - 1).all()):
+            return self._all_but_one(rank)
         # stable, unlike topk: which of equal scores survive must not depend on other rows
         best = rank.sort(dim=-1, descending=True, stable=True).indices[..., : int(count.max())]
         chosen = torch.arange(best.shape[-1], device=best.device) < count[:, None]
         index = best.masked_fill(~chosen[:, None], -1).sort(-1).values
         return Kept(index.clamp(min=0), index[:, 0] >= 0)
+
+    def _all_but_one(self, rank: Tensor) -> Kept:
+        """The same where every row loses one entry, as at a decode step: no sorting."""
+        last = rank.shape[-1] - 1
+        worst = last - rank.flip(-1).argmin(-1, keepdim=True)
+        slot = torch.arange(last, device=rank.device)
+        index = slot + (slot >= worst)
+        return Kept(index, torch.ones(len(rank), last, dtype=torch.bool, device=rank.device))
 
 
 class Selection(Policy):
@@ -169,9 +189,12 @@ class PageSummary:
         """Take in new keys [B, G, n, K] at positions [B, n], real [B, n]; only their pages are touched."""
         B, G, _, K = k.shape
         pages = max(int(position.max()), 0) // self.page + 1
-        low, high = k.new_full((B, G, pages, K), torch.inf), k.new_full((B, G, pages, K), -torch.inf)
-        if self.low is not None and self.high is not None:
-            low[:, :, : self.low.shape[2]], high[:, :, : self.high.shape[2]] = self.low, self.high
+        low, high = self.low, self.high
+        if low is None or high is None:
+            low, high = k.new_full((B, G, pages, K), torch.inf), k.new_full((B, G, pages, K), -torch.inf)
+        if pages > low.shape[2]:
+            more = (0, 0, 0, pages - low.shape[2])
+            low, high = pad(low, more, value=torch.inf), pad(high, more, value=-torch.inf)
         index = (position.clamp(min=0) // self.page)[:, None, :, None].expand(k.shape)
         real = real[:, None, :, None]
         self.low = low.scatter_reduce(2, index, k.masked_fill(~real, torch.inf), "amin")

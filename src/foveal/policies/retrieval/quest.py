@@ -50,12 +50,13 @@ class Quest(Selection, name="quest"):
         return 2
 
     def select(self, q: Tensor, low: Tensor, high: Tensor, *, count: int) -> Tensor:
-        (B, G, P, K), empty = low.shape, low == torch.inf
+        (B, G, P, K), empty = low.shape, low[..., 0] == torch.inf
         grouped = q.reshape(B, G, -1, K)
-        low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
+        if bool(empty.any()):  # 0 times inf
+            low, high = low.masked_fill(empty[..., None], 0.0), high.masked_fill(empty[..., None], 0.0)
         bound = (grouped.clamp(min=0) @ high.mT + grouped.clamp(max=0) @ low.mT).sum(2)
-        bound = bound.masked_fill(empty[..., 0], -torch.inf)
-        newest = (~empty[..., 0]).sum(-1, keepdim=True) - 1
+        bound = bound.masked_fill(empty, -torch.inf)
+        newest = (~empty).sum(-1, keepdim=True) - 1
         bound = bound.scatter(-1, newest.clamp(min=0), torch.inf)
         return bound.topk(min(count, P), dim=-1).indices.sort(-1).values
 
