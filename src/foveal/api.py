@@ -17,6 +17,8 @@ from foveal.state import State
 class Attention(NamedTuple):
     """What :func:`attention` returns when extras are asked for; those that were not are None.
 
+    With ``layout="bthd"`` the axes H and T of output, lse and weights change places.
+
     Args:
         output: [B, H, T, V] in q's dtype.
         state: hand it to the next call as ``initial_state``.
@@ -75,7 +77,8 @@ def attention(
             query returns 0 in causal attention); or, for softmax mechanisms, bool (True = keep) or float (added to
             the scores) that broadcasts to [B, H, T, S].
         scale: factor of the scores; None is K ** -0.5 for every mechanism, 1.0 switches it off.
-        layout: ``"bhtd"`` (default) or ``"bthd"`` for q, k, v, the extra inputs and the output; no copy is made.
+        layout: ``"bhtd"`` (default) or ``"bthd"`` for q, k, v, the extra inputs and all that is
+            returned but states; no copy is made.
         cu_seqlens: int32 or int64 [N + 1], boundaries of N packed sequences (B = 1) from 0 to T; empty ones allowed.
         cu_seqlens_k: the same for keys, where they differ from the queries'.
         initial_state: state of an earlier call with ``output_final_state``; with packing, one row per sequence.
@@ -103,8 +106,8 @@ def attention(
         }
     call = _call(spec, tensors, causal=causal, mask=mask, scale=scale, form=form, backend=backend)
     call = call.replace(state=initial_state, want_state=output_final_state, want_lse=return_lse)
-    _check_state(spec, call, cu_seqlens)
     marks = _marks(spec, call, cu_seqlens, cu_seqlens_k)
+    _check_state(spec, call, None if marks is None else len(marks[0]) - 1)
     result = _run(spec, call, marks)
     weights = _weights(spec, call, marks) if return_weights else None
     output, lse = result.output.to(q.dtype), result.lse
@@ -160,7 +163,7 @@ def _call(
     )
 
 
-def _check_state(spec: Mechanism, call: Call, cu_seqlens: Tensor | None) -> None:
+def _check_state(spec: Mechanism, call: Call, sequences: int | None) -> None:
     state = call.state
     if state is None:
         return
@@ -170,7 +173,7 @@ def _check_state(spec: Mechanism, call: Call, cu_seqlens: Tensor | None) -> None
         raise spec.fail(
             "initial_state", "a mask beyond padding beside it", "at most a bool mask [B, T] of the new tokens"
         )
-    spec.check_state(state, call, call.q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
+    spec.check_state(state, call, call.q.shape[0] if sequences is None else sequences)
 
 
 def _marks(
@@ -211,9 +214,10 @@ def _run_batch(spec: Mechanism, call: Call) -> Result:
     T, S = call.q.shape[2], call.k.shape[2]
     padding, real = call.padding, call.padding[:, None, :, None]
     call = call.replace(k=call.k.where(real, 0), v=call.v.where(real, 0))
-    if not (call.causal and T <= S) or call.top_left:
+    if not call.causal or call.top_left:
         return spec.run(call)
-    asks = padding[:, S - T :]
+    # queries in front of all keys have none beside them that could be hidden
+    asks = padding[:, S - T :] if T <= S else torch.cat((padding.new_ones(len(padding), T - S), padding), 1)
     inputs = {name: x.where(_like(asks, spec.inputs[name].axes), 0) for name, x in call.inputs.items()}
     result = spec.run(call.replace(q=call.q.where(asks[:, None, :, None], 0), inputs=inputs))
     lse = None if result.lse is None else result.lse.where(asks[:, None], -torch.inf)

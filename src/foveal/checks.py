@@ -6,6 +6,7 @@ Names of axes: B batch, H query heads, G key/value heads, T queries, S keys, K k
 from __future__ import annotations
 
 import math
+import numbers
 import warnings
 from typing import TYPE_CHECKING
 
@@ -119,8 +120,8 @@ def scale(value: float | None, key_width: int, mechanism: Mechanism) -> float:
     """The factor of the scores: K ** -0.5 unless given."""
     if value is None:
         return 1.0 / math.sqrt(key_width)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-        raise mechanism.fail("scale", repr(value), "a number, or None for K ** -0.5")
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise mechanism.fail("scale", repr(value), "a finite number, or None for K ** -0.5")
     return float(value)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foveal import registry
+from foveal import packing, registry
 from foveal.api import attention
 from foveal.spec import Input, Mechanism
 from foveal.state import State
@@ -27,15 +27,6 @@ class LayerState(State):
     attention: State
     tail: Tensor | None
     length: Tensor
-
-    def index_select(self, index: Tensor) -> LayerState:
-        """The rows ``index`` of the batch in that order."""
-        mine = self.map(lambda x: x.index_select(0, index))
-        return dataclasses.replace(mine, attention=self.attention.index_select(index))
-
-    def detach(self) -> LayerState:
-        """The state without its history of gradients."""
-        return dataclasses.replace(self.map(Tensor.detach), attention=self.attention.detach())
 
 
 class AttentionLayer(nn.Module):
@@ -78,7 +69,10 @@ class AttentionLayer(nn.Module):
         super().__init__()
         self.mechanism = registry.resolve(mechanism)
         kv_heads = heads if kv_heads is None else kv_heads
-        if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        for name, value, least in (("dim", dim, 1), ("heads", heads, 1), ("kv_heads", kv_heads, 1), ("conv", conv, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}: has {value!r}, expected an int >= {least}")
+        if heads % kv_heads:
             raise ValueError(f"heads: has {heads}, expected a positive multiple of kv_heads={kv_heads}")
         if key_dim is None and dim % heads:
             raise ValueError(f"dim: has {dim}, expected a multiple of heads={heads}, or key_dim")
@@ -127,19 +121,18 @@ class AttentionLayer(nn.Module):
         Raises:
             ValueError: for a hidden state of another width, or a state beside ``cu_seqlens``.
         """
-        if hidden.dim() != 3 or hidden.shape[-1] != self.qkv.in_features:
-            raise ValueError(f"hidden: has shape {tuple(hidden.shape)}, expected [B, T, {self.qkv.in_features}]")
-        if cu_seqlens is not None and (initial_state is not None or output_final_state):
-            raise ValueError("cu_seqlens: given beside a state, expected one or the other")
-        B, T, _ = hidden.shape
-        real = torch.ones(B, T, dtype=torch.bool, device=hidden.device) if mask is None else mask
+        B, T = self._check(hidden, mask, cu_seqlens, initial_state, output_final_state)
+        real = torch.ones(B, T, dtype=torch.bool, device=hidden.device) if mask is None else mask.expand(B, T)
         start = real.new_zeros(B, dtype=torch.long) if initial_state is None else initial_state.length
         segment = _segments(cu_seqlens, T, real)
         mixed, tail = self.qkv(hidden), None
         if self.conv is not None:
             mixed, tail = self._convolve(mixed, real, segment, None if initial_state is None else initial_state.tail)
         parts = mixed.split(self.widths, -1)
-        q, k, v = (x.reshape(B, T, -1, self.sizes[axis]) for x, axis in zip(parts, "KKV", strict=True))
+        q, k, v = (
+            x.reshape(B, T, self.sizes[heads], self.sizes[width])
+            for x, heads, width in zip(parts, "HGG", "KKV", strict=True)
+        )
         if self.rope is not None:
             q, k = (rotate(x, positions(real, segment, start), self.rope) for x in (q, k))
         inputs: dict[str, Any] = {name: self._gate(name, gate(hidden)) for name, gate in self.gates.items()}
@@ -160,6 +153,33 @@ class AttentionLayer(nn.Module):
         if not output_final_state:
             return self.out(result.flatten(2))
         return self.out(result.output.flatten(2)), LayerState(result.state, tail, start + real.sum(1))
+
+    def _check(
+        self,
+        hidden: Tensor,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        initial_state: LayerState | None,
+        output_final_state: bool,
+    ) -> tuple[int, int]:
+        """Refuse arguments that do not fit; returns B and T."""
+        if hidden.dim() != 3 or hidden.shape[-1] != self.qkv.in_features:
+            raise ValueError(f"hidden: has shape {tuple(hidden.shape)}, expected [B, T, {self.qkv.in_features}]")
+        B, T, _ = hidden.shape
+        if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) not in ((B, T), (1, T))):
+            raise ValueError(f"mask: has {mask.dtype} and shape {tuple(mask.shape)}, expected bool [B, T] = {(B, T)}")
+        if cu_seqlens is not None:
+            if initial_state is not None or output_final_state:
+                raise ValueError("cu_seqlens: given beside a state, expected one or the other")
+            if B != 1:
+                raise ValueError(f"cu_seqlens: has a batch of {B}, expected B = 1")
+            packing.bounds(cu_seqlens, T, "cu_seqlens", self.mechanism)
+        if initial_state is not None:
+            if not isinstance(initial_state, LayerState):
+                raise TypeError(f"initial_state: is {type(initial_state).__name__}, expected a LayerState")
+            if len(initial_state.length) != B:
+                raise ValueError(f"initial_state: has {len(initial_state.length)} rows, expected B = {B}")
+        return B, T
 
     def _gate(self, name: str, x: Tensor) -> Tensor:
         item = self.mechanism.inputs[name]

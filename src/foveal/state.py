@@ -18,9 +18,16 @@ class State:
     """Base of decoding states: a frozen record of tensors whose first axis is the batch (or the packed sequence)."""
 
     def map(self: S, change: Callable[[Tensor], Tensor]) -> S:
-        """The state with a function applied to each of its tensors."""
+        """The state with a function applied to each of its tensors, those of a state inside it included."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return dataclasses.replace(self, **{n: change(x) for n, x in values.items() if isinstance(x, Tensor)})
+        changed = {n: x.map(change) if isinstance(x, State) else change(x) for n, x in values.items() if x is not None}
+        return dataclasses.replace(self, **changed)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that the state holds."""
+        found: list[Tensor] = []
+        self.map(lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
+        return found
 
     def index_select(self: S, index: Tensor) -> S:
         """The rows ``index`` of the batch in that order, as beam search needs."""
@@ -30,25 +37,36 @@ class State:
         """The state without its history of gradients, for truncated back-propagation."""
         return self.map(Tensor.detach)
 
-    def to(self: S, *args: Any, **kwargs: Any) -> S:
-        """The state on another device."""
-        return self.map(lambda x: x.to(*args, **kwargs))
+    def to(self: S, target: torch.device | torch.dtype | str) -> S:
+        """The state on another device, or its floating-point tensors in another dtype."""
+        if isinstance(target, torch.dtype):
+            return self.map(lambda x: x.to(target) if x.is_floating_point() else x)
+        return self.map(lambda x: x.to(target))
 
     @property
     def nbytes(self) -> int:
         """Bytes that the state's tensors take in memory, counted by storage."""
-        tensors = (getattr(self, f.name) for f in dataclasses.fields(self))
-        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if isinstance(x, Tensor)}
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in self.tensors()}
         return sum(storage.nbytes() for storage in storages.values())
 
     @classmethod
     def join(cls: type[S], states: list[S]) -> S:
         """One state whose batch is that of all the given ones in turn."""
-        values = {}
+        values: dict[str, Any] = {}
         for f in dataclasses.fields(cls):
             parts = [getattr(state, f.name) for state in states]
             values[f.name] = torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]
+            if isinstance(parts[0], State):
+                values[f.name] = type(parts[0]).join(parts)
         return cls(**values)
+
+    def content(self) -> dict[str, Any]:
+        """The state as plain values: its class and its tensors, without history and in memory of their own."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        plain = {n: x.content() if isinstance(x, State) else x for n, x in values.items()}
+        return {"class": type(self).__name__} | {
+            n: x.detach().clone() if isinstance(x, Tensor) else x for n, x in plain.items()
+        }
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state to a new file.
@@ -56,8 +74,9 @@ class State:
         Raises:
             FileExistsError: if there is a file already.
         """
+        content = self.content()  # before the file exists, so that a failure leaves none behind
         with open(path, "xb") as file:
-            torch.save({"class": type(self).__name__, **dataclasses.asdict(self.map(Tensor.clone))}, file)
+            torch.save(content, file)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> State:
@@ -70,7 +89,12 @@ class State:
         known = {cls.__name__: cls for cls in State.__subclasses__()}
         if not isinstance(content, dict) or content.get("class") not in known:
             raise ValueError(f"path: {os.fspath(path)!r} holds no state of foveal, expected a file from State.save")
-        return known[content.pop("class")](**content)
+
+        def build(values: dict[str, Any]) -> State:
+            own = {n: build(x) if isinstance(x, dict) else x for n, x in values.items() if n != "class"}
+            return known[values["class"]](**own)
+
+        return build(content)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +155,10 @@ class KeyValueState(State):
 
     def keep(self, wanted: Tensor) -> KeyValueState:
         """Only the wanted tokens, bool [B, S], in memory of their own; rows may keep different numbers."""
+        if wanted.numel() == 0:
+            return self
         count = wanted.sum(1)
-        width = int(count.max()) if wanted.numel() else 0
+        width = int(count.max())
         if width == wanted.shape[1]:
             return self
         order = torch.argsort(wanted.to(torch.int8), dim=1, stable=True)[:, wanted.shape[1] - width :]

@@ -157,7 +157,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         assert self.summary.high is not None
         p, S = policy.page, self.keys.shape[2]
         limit = policy.limit(self.tokens)
-        count = (limit // p).clamp(min=1)
+        count = (limit + p - 1) // p
         if self.number < policy.dense_layers() or int(count.max()) * p >= S:
             return None
         most = int(count.max())

@@ -8,11 +8,12 @@ import functools
 import inspect
 import itertools
 from collections.abc import Iterator
+from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 import foveal
@@ -205,8 +206,9 @@ def resolve_policy(
     if budget is not None and compression_ratio is not None:
         raise ValueError("compression_ratio: given beside budget, expected one of the two")
     if compression_ratio is not None:
-        if not 0 <= compression_ratio < 1:
-            raise ValueError(f"compression_ratio: has {compression_ratio}, expected a share removed in [0, 1)")
+        number = isinstance(compression_ratio, Real) and not isinstance(compression_ratio, bool)
+        if not number or not 0 <= compression_ratio < 1:
+            raise ValueError(f"compression_ratio: has {compression_ratio!r}, expected a share removed in [0, 1)")
         budget = 1.0 - float(compression_ratio)
     if isinstance(cache, Policy):
         return cache if budget is None else dataclasses.replace(cache, budget=budget)
@@ -260,7 +262,7 @@ def use(
     name = f"{PREFIX}{next(_numbers)}"
     AttentionInterface.register(name, session.attend)
     AttentionMaskInterface.register(name, mask)
-    hook = model.register_forward_pre_hook(_cache_hook(session), with_kwargs=True) if session.policy else None
+    hook = model.register_forward_pre_hook(_cache_hook(session), with_kwargs=True)
     try:
         for config in configs.values():
             config._attn_implementation_internal = name
@@ -269,19 +271,25 @@ def use(
         session._open = False
         for key, config in configs.items():
             config._attn_implementation_internal = before[key]
-        if hook is not None:
-            hook.remove()
+        hook.remove()
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
 
 
 def _cache_hook(session: Session) -> Any:
-    """Put a cache under the policy wherever the model would start one of its own."""
+    """Put a cache under the policy wherever the model would start one of its own; refuse preallocated ones.
+
+    A preallocated cache hands out slots that hold no token yet, which only its own mask could tell apart.
+    """
     parameters = inspect.signature(session.model.forward).parameters
     argument = "cache" if "cache" in parameters else "past_key_values"
 
     def hook(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = next((kwargs[n] for n in ("cache", "past_key_values") if kwargs.get(n) is not None), None)
+        if isinstance(given, StaticCache):
+            raise ValueError("cache: is preallocated (StaticCache), expected a dynamic one or session.new_cache()")
+        if session.policy is None:
+            return args, kwargs
         wanted = kwargs.get("use_cache")
         wanted = getattr(model.config, "use_cache", True) if wanted is None else wanted
         if isinstance(given, PolicyCache):

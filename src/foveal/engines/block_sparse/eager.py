@@ -55,7 +55,7 @@ def run(spec: BlockSparse, call: Call) -> Result:
     B, H, T, _ = call.q.shape
     if call.k.numel() == 0 or call.q.numel() == 0:
         lse = call.q.new_full((B, H, T), -torch.inf) if call.want_lse else None
-        return Result(call.v.new_zeros(B, H, T, call.v.shape[-1]) + 0 * call.q.sum(), state, lse)
+        return Result(nothing(call), state, lse)
     layout = lay_out(spec, call)
     blocks = as_blocks(call, layout)
     position = call.positions().q
@@ -65,6 +65,13 @@ def run(spec: BlockSparse, call: Call) -> Result:
     compute = parallel if call.form == "parallel" else chunked
     output, lse = compute(spec, call, layout, blocks.k, chosen, position)
     return Result(output, state, lse if call.want_lse else None)
+
+
+def nothing(call: Call) -> Tensor:
+    """Output 0 for queries that see nothing, with gradient 0 for every tensor."""
+    B, H, T, _ = call.q.shape
+    none = sum((x.flatten()[:0].sum() for x in (call.q, call.k)), call.v.flatten()[:0].sum())
+    return call.v.new_zeros(B, H, T, call.v.shape[-1]) + none
 
 
 def lay_out(spec: BlockSparse, call: Call) -> Layout:
@@ -174,7 +181,7 @@ def chunked(
         lses.append(torch.cat([lse for _, lse in parts]).flatten()[work.pair_row])
         queries.append(work.pair_query)
     if not queries:
-        return call.v.new_zeros(B, H, T, v.shape[-1]), call.q.new_full((B, H, T), -torch.inf)
+        return nothing(call), call.q.new_full((B, H, T), -torch.inf)
     return merge(torch.cat(outputs), torch.cat(lses), torch.cat(queries), (B, H, T))
 
 

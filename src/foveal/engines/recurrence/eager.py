@@ -30,7 +30,7 @@ def run(spec: Recurrence, call: Call) -> Result:
     B, _, T, _ = call.q.shape
     form = call.form or ("recurrent" if T == 1 else "chunked")
     if T == 0 or B == 0:
-        output = terms.value
+        output = terms.value + terms.read[:, :, :0].sum() + terms.write[:, :, :0].sum()
     elif form == "recurrent":
         output, state = scan(terms, state)
     else:
@@ -68,6 +68,8 @@ def initial(spec: Recurrence, terms: Terms, call: Call) -> Tensor:
     assert isinstance(call.state, RecurrentState)
     matrix = call.state.matrix.to(terms.value.dtype)
     if not terms.normalize:
+        if call.state.normalizer is not None:
+            raise spec.fail("initial_state", "a normalizer", "the state of a mechanism that does not divide by one")
         return matrix
     if call.state.normalizer is None:
         raise spec.fail("initial_state", "no normalizer", "the state of a mechanism that divides by one")

@@ -31,6 +31,8 @@ def why_no_sdpa(spec: SoftmaxAttention, call: Call) -> str | None:
         return "it does not skip the keys that a mask function hides"
     if spec.sink_logits(**inputs) is not None:
         return "it has no sink logits"
+    if not call.scale > 0:
+        return f"its causal kernel gives NaN for a scale that is not above 0, here {call.scale:g}"
     if call.want_lse:
         return "it returns no log-sum-exp"
     if call.q.shape[-1] != call.v.shape[-1]:

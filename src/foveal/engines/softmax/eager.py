@@ -105,7 +105,7 @@ def needed(spec: SoftmaxAttention, call: Call, at: Positions, queries: slice) ->
     S = call.k.shape[2]
     if call.causal:
         after = 0 if after is None else min(after, 0)
-    if (before is None and after is None) or S == 0 or at.q.shape[2] == 0:
+    if (before is None and after is None) or S == 0 or at.q.numel() == 0:
         return slice(0, S)
     first, last = at.q[:, :, queries].amin(2), at.q[:, :, queries].amax(2)
     k = at.k[:, 0]
@@ -183,9 +183,9 @@ def run(spec: SoftmaxAttention, call: Call) -> Result:
     output, lse = (parallel if call.form == "parallel" else chunked)(spec, wide, inputs)
     sink = spec.sink_logits(**inputs)
     if sink is not None:
-        sink = sink[:, None]
-        output = output * (lse - sink).sigmoid()[..., None]
-        lse = torch.logaddexp(lse, sink.expand_as(lse))
+        sink, empty = sink[:, None].expand_as(lse), lse == -torch.inf
+        output = output * (lse - sink).masked_fill(empty, -torch.inf).sigmoid()[..., None]
+        lse = torch.where(empty, sink, torch.logaddexp(lse.masked_fill(empty, 0.0), sink))
     return Result(output, state, lse if call.want_lse else None)
 
 
@@ -198,7 +198,7 @@ def sdpa(spec: SoftmaxAttention, call: Call) -> Result:
     everything = call.padding is None and call.mask is None and call.bias is None
     triangle = everything and call.causal and T == S
     mask = None
-    if not triangle and not (everything and (T == 1 or not call.causal)):
+    if not triangle and not (everything and ((T == 1 and not call.top_left) or not call.causal)):
         mask = _sdpa_mask(spec, wide)
     output = torch.nn.functional.scaled_dot_product_attention(
         wide.q, wide.k, wide.v, mask, is_causal=triangle, scale=call.scale, enable_gqa=call.group > 1

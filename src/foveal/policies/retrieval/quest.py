@@ -25,7 +25,7 @@ class Quest(Selection, name="quest"):
     2 / p of the keys, and a step reads budget / S + 2 / p of the cache.
 
     Args:
-        budget: entries read per key head and step (int), or a share of the tokens seen (float); rounded to pages.
+        budget: entries read per key head and step (int), or a share of the tokens seen (float); rounded up to pages.
         page: p, tokens per page.
 
     Raises:
