@@ -65,6 +65,7 @@ def laws(words: str) -> str:
 
 RECURRENT = laws("delta_rule or linear")
 RECURRENCE, SOFTMAX, BLOCKS = (f"engines/{name}/eager.py" for name in ("recurrence", "softmax", "block_sparse"))
+PROGRAM = "engines/recurrence/program.py"
 
 BUGS = [
     # the recurrence engine
@@ -72,8 +73,8 @@ BUGS = [
         "a token erases its own write", RECURRENT),
     Bug(RECURRENCE, "state = grown + (state if totals is None else totals[n] * state)", "state = grown + state",
         "the state is not decayed across chunks", RECURRENT),
-    Bug(RECURRENCE, "return terms.map(lambda x: x.where(real, 0))",
-        "return dataclasses.replace(terms, write=terms.write.where(real, 0))",
+    Bug(PROGRAM, "still = terms.map(lambda x: x.where(real, 0) if x.shape[2] == real.shape[2] else x)",
+        "still = dataclasses.replace(terms, write=terms.write.where(real, 0))",
         "hidden tokens still age the state", laws("retention")),
     Bug(RECURRENCE, "state = decay[t][..., None] * state", "state = 1.0 * state",
         "a decode step forgets to decay", RECURRENT),
@@ -87,14 +88,14 @@ BUGS = [
         "decay sums lose their digits in fp32", f"{CONVENTIONS} tests/test_bug_reports.py"),
     Bug(RECURRENCE, "log_decay=terms.log_decay.clamp(min=FLOOR)", "log_decay=terms.log_decay",
         "a gate of 0 gives NaN", f"{CONVENTIONS} tests/test_bug_reports.py"),
-    Bug(RECURRENCE, "empty = denominator == 0", "empty = denominator != denominator",
+    Bug(PROGRAM, "nothing = denominator == 0", "nothing = denominator != denominator",
         "dividing by an empty normaliser", laws("linear")),
-    Bug(RECURRENCE, "RecurrentState(state[..., :-1], state[..., -1])",
-        "RecurrentState(state[..., :-1], torch.zeros_like(state[..., -1]))",
+    Bug(RECURRENCE, "RecurrentState(last[..., :-1], last[..., -1])",
+        "RecurrentState(last[..., :-1], torch.zeros_like(last[..., -1]))",
         "the normaliser is lost between calls", laws("linear")),
-    Bug(RECURRENCE, "x.repeat_interleave(call.group, 1)", "x.repeat(1, call.group, 1, 1)",
+    Bug(PROGRAM, "x.repeat_interleave(call.group, 1)", "x.repeat(1, call.group, 1, 1)",
         "grouped heads in the wrong order", RECURRENT),
-    Bug(RECURRENCE, "read=terms.read * call.scale", "read=terms.read", "the scale is forgotten", RECURRENT),
+    Bug(RECURRENCE, "read=terms.read * scale", "read=terms.read", "the scale is forgotten", RECURRENT),
     # the softmax engine
     Bug(SOFTMAX, "peak = peak.masked_fill(peak == -torch.inf, 0.0)", "peak = peak + 0.0",
         "a row that sees nothing becomes NaN", laws("softmax")),
@@ -158,7 +159,7 @@ BUGS = [
     Bug("layer.py", "LayerState(result.state, tail, start + real.sum(1))", "LayerState(result.state, tail, start)",
         "rotary positions start again at every call", LAYER),
     # mechanisms
-    Bug("mechanisms/recurrent/delta_rule.py", "erase=(strength * k, k)", "erase=(k, k)",
+    Bug("mechanisms/recurrent/delta_rule.py", "erase=(write, k)", "erase=(k, k)",
         "the erasure ignores the writing strength", laws("delta_rule")),
     Bug("mechanisms/recurrent/delta_rule.py", "q, k = normalize(q, dim=-1), normalize(k, dim=-1)", "k = normalize(k, dim=-1)",
         "queries are not normalised", laws("delta_rule")),

@@ -8,7 +8,7 @@ from foveal import registry
 from foveal.api import Attention, Route, attention, explain, find, get, list_mechanisms, list_policies
 from foveal.layer import AttentionLayer
 from foveal.spec import Cost, Input, Limit, Mechanism, Paper
-from foveal.state import KeyValueState, RecurrentState, State
+from foveal.state import ChainedState, KeyValueState, RecurrentState, State
 
 if TYPE_CHECKING:
     from foveal.mechanisms import *  # noqa: F403
@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Attention",
     "AttentionLayer",
+    "ChainedState",
     "Cost",
     "Input",
     "KeyValueState",

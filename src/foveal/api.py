@@ -140,10 +140,10 @@ def _call(
     backend: str | None,
 ) -> Call:
     """Check everything that needs no boundaries and sort it into a call."""
-    sizes = checks.shapes(spec, tensors)
+    is_causal, top_left = checks.causal(causal, spec)
+    sizes = checks.shapes(spec, tensors, causal=is_causal)
     if form is not None and form not in spec.forms:
         raise spec.fail("form", repr(form), f"one of {list(spec.forms)}")
-    is_causal, top_left = checks.causal(causal, spec)
     padding, visible, bias = checks.masks(mask, sizes, tensors["q"].device, spec)
     q, k, v = (tensors.pop(name) for name in AXES_QKV)
     checks.ranges(spec, tensors)
@@ -157,7 +157,7 @@ def _call(
         padding=padding,
         mask=visible,
         bias=bias,
-        inputs=tensors,
+        inputs=spec.completed(tensors, sizes, q),
         form=form,
         backend=backend,
     )

@@ -57,7 +57,7 @@ def inputs_by_name(mechanism: Mechanism, given: dict[str, Tensor | None]) -> dic
     return present
 
 
-def shapes(mechanism: Mechanism, tensors: dict[str, Tensor]) -> dict[str, int]:
+def shapes(mechanism: Mechanism, tensors: dict[str, Tensor], *, causal: bool = True) -> dict[str, int]:
     """Compare every tensor with its declared axes; return the sizes of the named axes.
 
     Raises:
@@ -82,6 +82,9 @@ def shapes(mechanism: Mechanism, tensors: dict[str, Tensor]) -> dict[str, int]:
                     name, f"{axis}={size}", f"{axis}={sizes[axis]} as in {owner[axis]} ([{', '.join(axes)}])"
                 )
             owner.setdefault(axis, name)
+        if name == "v":
+            sizes |= mechanism.widths(sizes["K"])
+            owner |= dict.fromkeys(mechanism.widths(sizes["K"]), "the settings")
         if x.device != q.device:
             raise mechanism.fail(name, f"device {x.device}", f"{q.device} as q")
         if name in "kv" and x.dtype != q.dtype:
@@ -91,7 +94,7 @@ def shapes(mechanism: Mechanism, tensors: dict[str, Tensor]) -> dict[str, int]:
             raise mechanism.fail(owner[axis], f"{axis}=0", f"{axis} >= 1")
     if sizes["H"] % sizes["G"]:
         raise mechanism.fail("q", f"H={sizes['H']} heads", f"a multiple of the G={sizes['G']} heads of k and v")
-    if mechanism.self_attention and sizes["T"] != sizes["S"]:
+    if mechanism.self_attention and causal and sizes["T"] != sizes["S"]:
         raise mechanism.fail("k", f"S={sizes['S']}", f"S={sizes['T']} as q: a recurrence reads and writes together")
     return sizes
 

@@ -80,7 +80,7 @@ class AttentionLayer(nn.Module):
         value_dim = key_dim if value_dim is None else value_dim
         if rope is not None and key_dim % 2:
             raise ValueError(f"key_dim: has {key_dim}, expected an even width for rotary embeddings")
-        self.sizes = {"H": heads, "G": kv_heads, "K": key_dim, "V": value_dim}
+        self.sizes = {"H": heads, "G": kv_heads, "K": key_dim, "V": value_dim} | self.mechanism.widths(key_dim)
         self.widths = (heads * key_dim, kv_heads * key_dim, kv_heads * value_dim)
         self.rope = rope
         self.qkv = nn.Linear(dim, sum(self.widths), bias=bias)
@@ -92,7 +92,10 @@ class AttentionLayer(nn.Module):
             if "T" in item.axes:
                 self.gates[name] = nn.Linear(dim, self._width(item))
             else:
-                self.constants[name] = nn.Parameter(torch.randn([self.sizes[axis] for axis in item.axes]))
+                shape = [self.sizes[axis] for axis in item.axes]
+                self.constants[name] = nn.Parameter(
+                    torch.randn(shape) if item.start is None else item.initial(self.sizes)
+                )
 
     def _width(self, item: Input) -> int:
         sizes = [self.sizes[axis] for axis in item.axes if axis not in "BT"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 import re
 from collections.abc import Callable, Iterable
@@ -79,6 +80,9 @@ class Input:
         doc: one line.
         optional: whether the mechanism works without it.
         accepted: legal range, where it is wider than the usual one.
+        start: value of a trainable parameter before training: a number, ``"eye"`` for the identity on the last two
+            axes, or ``"normal"`` for independent normal numbers of variance 1 / (last axis), always the same ones.
+            Who calls without the parameter gets this value.
 
     An input with a T axis is a gate that ``AttentionLayer`` computes from the hidden state; one without
     is a parameter that the layer owns.
@@ -90,6 +94,10 @@ class Input:
     doc: str = ""
     optional: bool = False
     accepted: tuple[float, float] | None = None
+    start: float | str | None = None
+
+    def __post_init__(self) -> None:
+        assert self.start is None or (self.optional and "T" not in self.axes), "a start belongs to a parameter"
 
     @property
     def legal(self) -> tuple[float, float]:
@@ -116,6 +124,17 @@ class Input:
         """A random tensor of the declared shape inside the legal range."""
         shape = [sizes[axis] for axis in self.axes]
         return self.activation(torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
+
+    def initial(self, sizes: dict[str, int]) -> Tensor:
+        """The parameter before training, fp32."""
+        shape = [sizes[axis] for axis in self.axes]
+        if self.start == "eye":
+            return torch.eye(*shape[-2:]).expand(shape).clone()
+        if self.start == "normal":
+            drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+            return drawn / math.sqrt(shape[-1])
+        assert isinstance(self.start, float | int)
+        return torch.full(shape, float(self.start))
 
 
 class Spec:
@@ -184,13 +203,25 @@ class Mechanism(Spec):
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # settings that make a short sequence interesting
     limits: ClassVar[tuple[Limit, ...]] = ()
 
+    def widths(self, key_width: int) -> dict[str, int]:
+        """Sizes of the axes of ``inputs`` that are not among B, H, G, T, S, K, V, by name."""
+        return {}
+
+    def completed(self, inputs: dict[str, Tensor], sizes: dict[str, int], like: Tensor) -> dict[str, Tensor]:
+        """The inputs with every trainable parameter that was not given at its value before training."""
+        own = sizes | self.widths(sizes["K"])
+        absent = {n: item for n, item in self.inputs.items() if n not in inputs and item.start is not None}
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        return inputs | {n: item.initial(own).to(like.device, dtype) for n, item in absent.items()}
+
     def definition(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **extra: Any) -> Tensor:
         """The paper's formula for one head of one sequence, in float64, in the paper's order and letters.
 
         Shapes:
-            q [T, K], k [S, K], v [S, V] -> [T, V].  ``scale`` is a float.  Softmax mechanisms also get ``visible``
-            [T, S], True where causality and the user's mask let a query see a key.  Extra inputs lose their batch
-            and head axes.  With ``per_head = False`` every tensor keeps its head axis in front.
+            q [T, K], k [S, K], v [S, V] -> [T, V].  ``scale`` is a float.  Softmax mechanisms, and those with a
+            causal and a bidirectional form, also get ``visible`` [T, S], True where causality and the user's mask
+            let a query see a key.  Extra inputs lose their batch and head axes.  With ``per_head = False`` every
+            tensor keeps its head axis in front.
 
         Padding never appears here: a hidden token does not exist.  It alone judges; no engine may import it.
         """

@@ -18,10 +18,15 @@ class State:
     """Base of decoding states: a frozen record of tensors whose first axis is the batch (or the packed sequence)."""
 
     def map(self: S, change: Callable[[Tensor], Tensor]) -> S:
-        """The state with a function applied to each of its tensors, those of a state inside it included."""
+        """The state with a function applied to each of its tensors, those of states inside it included."""
+
+        def changed(x: Any) -> Any:
+            if isinstance(x, tuple):
+                return tuple(changed(part) for part in x)
+            return x.map(change) if isinstance(x, State) else change(x)
+
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        changed = {n: x.map(change) if isinstance(x, State) else change(x) for n, x in values.items() if x is not None}
-        return dataclasses.replace(self, **changed)
+        return dataclasses.replace(self, **{n: changed(x) for n, x in values.items() if x is not None})
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that the state holds."""
@@ -55,18 +60,26 @@ class State:
         values: dict[str, Any] = {}
         for f in dataclasses.fields(cls):
             parts = [getattr(state, f.name) for state in states]
-            values[f.name] = torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]
-            if isinstance(parts[0], State):
+            values[f.name] = parts[0]
+            if isinstance(parts[0], Tensor):
+                values[f.name] = torch.cat(parts)
+            elif isinstance(parts[0], State):
                 values[f.name] = type(parts[0]).join(parts)
+            elif isinstance(parts[0], tuple):
+                values[f.name] = tuple(type(same[0]).join(list(same)) for same in zip(*parts, strict=True))
         return cls(**values)
 
     def content(self) -> dict[str, Any]:
         """The state as plain values: its class and its tensors, without history and in memory of their own."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        plain = {n: x.content() if isinstance(x, State) else x for n, x in values.items()}
-        return {"class": type(self).__name__} | {
-            n: x.detach().clone() if isinstance(x, Tensor) else x for n, x in plain.items()
-        }
+
+        def plain(x: Any) -> Any:
+            if isinstance(x, tuple):
+                return [plain(part) for part in x]
+            if isinstance(x, State):
+                return x.content()
+            return x.detach().clone() if isinstance(x, Tensor) else x
+
+        return {"class": type(self).__name__} | {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state to a new file.
@@ -90,11 +103,15 @@ class State:
         if not isinstance(content, dict) or content.get("class") not in known:
             raise ValueError(f"path: {os.fspath(path)!r} holds no state of foveal, expected a file from State.save")
 
-        def build(values: dict[str, Any]) -> State:
-            own = {n: build(x) if isinstance(x, dict) else x for n, x in values.items() if n != "class"}
-            return known[values["class"]](**own)
+        def built(x: Any) -> Any:
+            if isinstance(x, list):
+                return tuple(built(part) for part in x)
+            if not isinstance(x, dict):
+                return x
+            return known[x["class"]](**{n: built(y) for n, y in x.items() if n != "class"})
 
-        return build(content)
+        state: State = built(content)
+        return state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +125,17 @@ class RecurrentState(State):
 
     matrix: Tensor
     normalizer: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ChainedState(State):
+    """The memories of a mechanism that runs several recurrences, in their order.
+
+    Args:
+        parts: one state per recurrence.
+    """
+
+    parts: tuple[State, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,7 +46,7 @@ def draw(
 ) -> Tensors:
     """Random tensors of the declared shapes and ranges; ``slow`` brings gates near the end of theirs that keeps."""
     g = torch.Generator().manual_seed(seed)
-    sizes = {"S": sizes["T"]} | sizes
+    sizes = {"S": sizes["T"]} | sizes | spec.widths(sizes["K"])
     x = {n: torch.randn([sizes[a] for a in axes.split()], generator=g, dtype=torch.float64)
          for n, axes in foveal.checks.AXES.items()}  # fmt: skip
     x |= {name: item.sample(sizes, g) for name, item in spec.inputs.items()}
@@ -104,6 +104,9 @@ def defined(
     (B, H, T, K), S = q.shape, k.shape[2]
     scale = K**-0.5 if scale is None else scale
     k, v = (y.repeat_interleave(H // y.shape[1], 1) for y in (k, v))
+    given = {n: y for n, y in x.items() if n in spec.inputs}
+    sizes = {"B": B, "H": H, "T": T, "S": S, "K": K, "V": v.shape[-1], "G": x["k"].shape[1]}
+    x = x | {n: y.to(q.dtype) for n, y in spec.completed(given, sizes, q).items()}
     out = []
     for b in range(B):
         keys = torch.arange(S) if padding is None else padding[b].nonzero().flatten()
@@ -118,7 +121,7 @@ def defined(
                 tensor = x[name][b] if item.axes[0] == "B" else x[name]
                 row[name] = tensor[:, asks] if "T" in item.axes else tensor
         extra: dict[str, Any] = {"scale": scale}
-        if isinstance(spec, SoftmaxAttention):
+        if isinstance(spec, SoftmaxAttention) or False in spec.causal_modes:
             t, s = torch.arange(len(asks)), torch.arange(len(keys))
             seen = s <= t[:, None] + len(keys) - len(asks) if causal else torch.ones(len(t), len(s), dtype=torch.bool)
             extra["visible"] = seen
@@ -192,9 +195,11 @@ def forms_agree(spec: Mechanism) -> None:
         mask = torch.rand(B, 1, T, T, generator=torch.Generator().manual_seed(3)) > 0.5
         mask[0, 0, 5] = False
         compare(spec, SHAPES[0], [None, *spec.forms], "boolean mask with an empty row", mask=mask)
-        if False in spec.causal_modes:
-            for case, padding in paddings(B, T).items():
-                compare(spec, SHAPES[0], [None, *spec.forms], f"{case}, not causal", padding=padding, causal=False)
+    if False in spec.causal_modes:
+        for case, padding in paddings(SHAPES[0]["B"], SHAPES[0]["T"]).items():
+            compare(spec, SHAPES[0], [None, *spec.forms], f"{case}, not causal", padding=padding, causal=False)
+        for sizes in CROSS:
+            compare(spec, sizes, [None], "not causal", causal=False)
 
 
 def gradients_are_derivatives(spec: Mechanism) -> None:
@@ -281,7 +286,7 @@ def cost_grows_as_declared(spec: Mechanism) -> None:
         x = draw(spec, sizes, torch.float32)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             state = foveal.attention(mechanism=spec, output_final_state=True, **x).state
-        kept = sum(y.numel() for y in vars(state).values() if isinstance(y, Tensor) and y.dtype != torch.bool)
+        kept = sum(y.numel() for y in state.tensors() if y.dtype != torch.bool)
         train, state_size = (spec.cost.evaluate(e, sizes | spec.variables()) for e in ("train", "state"))
         return counter.get_total_flops(), train, kept / 2, state_size
 

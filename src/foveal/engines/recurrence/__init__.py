@@ -4,57 +4,24 @@ r"""Linear recurrence over a matrix state: one contract for linear attention, de
     S_t = D_t S_{t-1} - u_t (w_t^\top D_t S_{t-1}) + p_t v_t^\top, \qquad o_t = \mathrm{scale}\; S_t^\top r_t
 
 with D_t = diag(exp(log_decay_t)).  The derivation of the chunked form stands in the README beside this file.
+
+A mechanism runs one recurrence (:meth:`Recurrence.terms`) or a program of several (:meth:`Recurrence.compute`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from foveal.call import Backend, Call
 from foveal.engines.recurrence import eager
+from foveal.engines.recurrence.program import Recur, Terms, run
 from foveal.spec import Mechanism
-from foveal.state import RecurrentState, State
+from foveal.state import ChainedState, RecurrentState, State
 
-
-@dataclasses.dataclass(frozen=True)
-class Terms:
-    """What a mechanism hands to the engine.
-
-    Args:
-        read: r [B, H, T, K]; the engine applies ``scale``.
-        write: p [B, H, T, K].
-        value: v [B, H, T, V].
-        log_decay: natural log of D, <= 0; [B, H, T, 1] for one decay per head, [B, H, T, K] for one per channel.
-        erase: the pair (u, w), each [B, H, T, K].
-        skip: added to the output, broadcastable to [B, H, T, V]; it is not scaled.
-        normalize: divide the output by r_t' n_t, where n_t is the state that values of 1 would have left.
-    """
-
-    read: Tensor
-    write: Tensor
-    value: Tensor
-    log_decay: Tensor | None = None
-    erase: tuple[Tensor, Tensor] | None = None
-    skip: Tensor | None = None
-    normalize: bool = False
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Terms:
-        """A function applied to every tensor with a full T axis; ``skip`` does not enter the state and is left."""
-        erase = None if self.erase is None else (change(self.erase[0]), change(self.erase[1]))
-        decay = None if self.log_decay is None else change(self.log_decay)
-        return dataclasses.replace(
-            self,
-            read=change(self.read),
-            write=change(self.write),
-            value=change(self.value),
-            log_decay=decay,
-            erase=erase,
-        )
+__all__ = ["Recur", "Recurrence", "Terms"]
 
 
 class Recurrence(Mechanism):
@@ -65,22 +32,28 @@ class Recurrence(Mechanism):
     self_attention: ClassVar[bool] = True
 
     def terms(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **inputs: Any) -> Terms:
-        """The engine's letters for q, k [B, H, T, K] and v [B, H, T, V]."""
+        """The engine's letters for q, k [B, H, T, K] and v [B, H, T, V]; the engine scales what is read."""
         raise NotImplementedError
+
+    def compute(self, recur: Recur, q: Tensor, k: Tensor, v: Tensor, **inputs: Any) -> Tensor:
+        """The output [B, H, T, V]; override it where one recurrence is not the whole mechanism."""
+        return recur(self.terms(q, k, v, **inputs))
 
     def backends(self, call: Call) -> list[Backend]:
         """The torch forms, which run every call without a log-sum-exp."""
         why = "a recurrence has no log-sum-exp: its weights are no softmax" if call.want_lse else None
-        return [Backend("torch", functools.partial(eager.run, self), why)]
+        return [Backend("torch", functools.partial(run, self, eager.kernel), why)]
 
     def check_state(self, state: State, call: Call, rows: int) -> None:
-        """Refuse a state of another engine or of other shapes."""
-        if not isinstance(state, RecurrentState):
+        """Refuse a state of another engine or of another batch; each recurrence compares its own shapes."""
+        if not isinstance(state, RecurrentState | ChainedState):
             raise self.fail("initial_state", type(state).__name__, "RecurrentState")
-        want = (rows, call.q.shape[1], self.state_width(call.q.shape[-1]), call.v.shape[-1])
-        if tuple(state.matrix.shape) != want:
-            raise self.fail("initial_state", f"matrix {tuple(state.matrix.shape)}", f"[B, H, K, V] = {want}")
-
-    def state_width(self, key_width: int) -> int:
-        """Rows of the state's matrix; more than K for feature maps that widen."""
-        return key_width
+        if not call.causal:
+            raise self.fail("initial_state", "a state beside causal=False", "none: every query sees every key")
+        for tensor in state.tensors():
+            if tensor.shape[:2] != (rows, call.q.shape[1]):
+                raise self.fail(
+                    "initial_state",
+                    f"matrix {tuple(tensor.shape)}",
+                    f"[B, H, K, V] with {(rows, call.q.shape[1])} first",
+                )

@@ -6,80 +6,39 @@ No exponent above 0 is ever formed: decays enter as sums over the tokens between
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from foveal.call import Call, Result
-from foveal.precision import upcast
+from foveal.engines.recurrence.program import Terms, empty, ratio
 from foveal.state import RecurrentState
-
-if TYPE_CHECKING:
-    from foveal.engines.recurrence import Recurrence, Terms
 
 CHUNK = 64
 BLOCK = 16  # rows whose decays are compared channel by channel
 FLOOR = -1e6  # exp of it is 0 in float64, yet sums of it stay finite where -inf would give -inf - -inf
 
 
-def run(spec: Recurrence, call: Call) -> Result:
-    """Compute a call in fp32 (float64 for float64), whatever the inputs' precision."""
-    terms = prepare(spec, call)
-    state = initial(spec, terms, call)
-    B, _, T, _ = call.q.shape
-    form = call.form or ("recurrent" if T == 1 else "chunked")
-    if T == 0 or B == 0:
-        output = terms.value + terms.read[:, :, :0].sum() + terms.write[:, :, :0].sum()
-    elif form == "recurrent":
-        output, state = scan(terms, state)
-    else:
-        output, state = chunks(terms, state, T if form == "parallel" else min(CHUNK, T))
-    final = None
+def kernel(terms: Terms, scale: float, state: RecurrentState | None, form: str | None) -> tuple[Tensor, RecurrentState]:
+    """One recurrence in the form asked for, or the best one, the normaliser as one more value column."""
+    T = terms.read.shape[2]
+    if state is None:
+        state = empty(terms, (*terms.write.shape[:2], terms.write.shape[-1], terms.value.shape[-1]))
+    terms = dataclasses.replace(terms, read=terms.read * scale)
+    start = state.matrix.to(terms.value.dtype)
     if terms.normalize:
-        final = RecurrentState(state[..., :-1], state[..., -1]) if call.want_state else None
-        output = ratio(output[..., :-1], output[..., -1:])
-    elif call.want_state:
-        final = RecurrentState(state)
-    return Result(output if terms.skip is None else output + terms.skip, final)
-
-
-def prepare(spec: Recurrence, call: Call) -> Terms:
-    """The mechanism's terms in computing precision, padding frozen, the normaliser as one more value column."""
-    k, v = (x.repeat_interleave(call.group, 1) if call.group > 1 else x for x in (call.k, call.v))
-    q, k, v = upcast(call.q), upcast(k), upcast(v)
-    terms = spec.terms(q, k, v, **{name: x.to(q.dtype) for name, x in call.inputs.items()})
-    terms = dataclasses.replace(terms, read=terms.read * call.scale)
-    if terms.normalize:
+        assert state.normalizer is not None
         terms = dataclasses.replace(terms, value=torch.cat((terms.value, torch.ones_like(terms.value[..., :1])), -1))
+        start = torch.cat((start, state.normalizer.to(start.dtype)[..., None]), -1)
     if terms.log_decay is not None:
         terms = dataclasses.replace(terms, log_decay=terms.log_decay.clamp(min=FLOOR))
-    if call.padding is None:
-        return terms
-    real = call.padding[:, None, :, None]
-    return terms.map(lambda x: x.where(real, 0))  # a hidden token neither reads, writes, erases nor decays
-
-
-def initial(spec: Recurrence, terms: Terms, call: Call) -> Tensor:
-    """S_0, with the normaliser as its last column where there is one."""
-    if call.state is None:
-        B, H, _, K = terms.write.shape
-        return terms.value.new_zeros(B, H, K, terms.value.shape[-1])
-    assert isinstance(call.state, RecurrentState)
-    matrix = call.state.matrix.to(terms.value.dtype)
+    form = form or ("recurrent" if T == 1 else "chunked")
+    if form == "recurrent":
+        output, last = scan(terms, start)
+    else:
+        output, last = chunks(terms, start, T if form == "parallel" else min(CHUNK, T))
     if not terms.normalize:
-        if call.state.normalizer is not None:
-            raise spec.fail("initial_state", "a normalizer", "the state of a mechanism that does not divide by one")
-        return matrix
-    if call.state.normalizer is None:
-        raise spec.fail("initial_state", "no normalizer", "the state of a mechanism that divides by one")
-    return torch.cat((matrix, call.state.normalizer.to(matrix.dtype)[..., None]), -1)
-
-
-def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Their quotient, 0 with gradient 0 where nothing was written yet."""
-    empty = denominator == 0
-    return (numerator / denominator.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
+        return output, RecurrentState(last)
+    return ratio(output[..., :-1], output[..., -1:]), RecurrentState(last[..., :-1], last[..., -1])
 
 
 def scan(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -48,6 +48,7 @@ class Linear(Recurrence, name="linear"):
         2020,
     )
     cost: ClassVar[Cost] = Cost(train="T * (K * V + 64 * (K + V))", decode="K * V", state="K * V + K * normalize")
+    causal_modes: ClassVar[tuple[bool, ...]] = (True, False)
     examples: ClassVar = ({}, {"normalize": False}, {"feature_map": "identity", "normalize": False})
 
     feature_map: str = "elu"
@@ -61,12 +62,12 @@ class Linear(Recurrence, name="linear"):
         phi = FEATURE_MAPS[self.feature_map]
         return Terms(read=phi(q), write=phi(k), value=v, normalize=self.normalize)
 
-    def definition(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    def definition(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, visible: Tensor) -> Tensor:
         if self.feature_map == "elu":
             phi_q, phi_k = (torch.where(x > 0, x + 1, x.exp()) for x in (q, k))
         else:
             phi_q, phi_k = (x.clamp(min=0) if self.feature_map == "relu" else x for x in (q, k))
-        weight: Tensor = scale * (phi_q @ phi_k.mT).tril()
+        weight: Tensor = scale * (phi_q @ phi_k.mT) * visible
         if self.normalize:
             weight = weight / weight.sum(-1, keepdim=True)
         return weight @ v

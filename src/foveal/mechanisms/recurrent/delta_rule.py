@@ -53,8 +53,8 @@ class DeltaRule(Recurrence, name="delta_rule"):
     def terms(self, q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor) -> Terms:
         if self.normalize_qk:
             q, k = normalize(q, dim=-1), normalize(k, dim=-1)
-        strength = beta[..., None]
-        return Terms(read=q, write=strength * k, value=v, erase=(strength * k, k))
+        write = beta[..., None] * k
+        return Terms(read=q, write=write, value=v, erase=(write, k))
 
     def definition(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, beta: Tensor) -> Tensor:
         if self.normalize_qk:
