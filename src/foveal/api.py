@@ -84,7 +84,8 @@ def attention(
         initial_state: state of an earlier call with ``output_final_state``; with packing, one row per sequence.
         output_final_state: also return the state after the last token.
         return_lse: also return the log-sum-exp of the scores, for merging partial results.
-        return_weights: also return the effective map W [B, H, T, S] with output = W V; costs O(T S) memory.
+        return_weights: also return the effective map W [B, H, T, S] with output = W V; costs O(T S) memory.  Refused
+            where there is no such map, because the mechanism normalises its output.
         form: one of the mechanism's forms (``"parallel"``, ``"chunked"``, ``"recurrent"``); None chooses.
         backend: name of a backend, which then never falls back; None chooses (see :func:`explain`).
         **inputs: the mechanism's own tensors, such as ``log_decay`` and ``beta``.
@@ -233,7 +234,9 @@ def _like(asks: Tensor, axes: tuple[str, ...]) -> Tensor:
 
 
 def _weights(spec: Mechanism, call: Call, marks: tuple[list[int], list[int]] | None) -> Tensor:
-    """The effective map: every mechanism is linear in its values, so the identity as values returns it."""
+    """The effective map: the mechanism is linear in its values, so the identity as values returns it."""
+    if not spec.linear_in_values:
+        raise spec.fail("return_weights", True, "False: its output is no linear map of the values")
     if call.state is not None:
         raise spec.fail("return_weights", "an initial_state beside it", "none: its keys have no column in the map")
     S = call.k.shape[2]

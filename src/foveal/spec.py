@@ -200,6 +200,7 @@ class Mechanism(Spec):
     causal_modes: ClassVar[tuple[bool, ...]] = (True,)  # the first is the default
     self_attention: ClassVar[bool] = False  # True: as many queries as keys, as in every recurrence
     per_head: ClassVar[bool] = True  # False: heads differ or mix, and `definition` sees [H, T, .]
+    linear_in_values: ClassVar[bool] = True  # False: the output is no map of the values, as after a norm
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # settings that make a short sequence interesting
     limits: ClassVar[tuple[Limit, ...]] = ()
 

@@ -318,6 +318,10 @@ def weights_are_the_map(spec: Mechanism) -> None:
     x = draw(spec, SHAPES[0])
     for name in [n for n, item in spec.inputs.items() if item.optional]:
         x.pop(name)
+    if not spec.linear_in_values:
+        with expect(spec, "return_weights"):
+            foveal.attention(mechanism=spec, return_weights=True, **x)
+        return
     out = foveal.attention(mechanism=spec, return_weights=True, **x)
     values = x["v"].repeat_interleave(2, 1)
     close(out.weights @ values, out.output)

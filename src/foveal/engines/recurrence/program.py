@@ -137,6 +137,11 @@ class Recur:
         asks = torch.arange(1, q.shape[2] + 1, device=q.device, dtype=dtype)[:, None]
         return asks.expand(*q.shape[:2], -1, 1), count
 
+    def scaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k with half of the factor each, so that q . k is the scaled score; for maps that bend it."""
+        half = abs(self.scale) ** 0.5
+        return q * (half if self.scale >= 0 else -half), k * half
+
     def state(self) -> State:
         """What this call leaves for the next one."""
         return self.after[0] if len(self.after) == 1 else ChainedState(tuple(self.after))
