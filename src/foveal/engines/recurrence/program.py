@@ -138,7 +138,7 @@ class Recur:
         return asks.expand(*q.shape[:2], -1, 1), count
 
     def scaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k with half of the factor each, so that q . k is the scaled score; for maps that bend it."""
+        """Half of the factor each for q and k, so that q . k is the scaled score; for maps that bend it."""
         half = abs(self.scale) ** 0.5
         return q * (half if self.scale >= 0 else -half), k * half
 
