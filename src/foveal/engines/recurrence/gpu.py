@@ -1,0 +1,486 @@
+"""The recurrence as Triton kernels: chunks for training and prompts, one fused kernel for decode steps.
+
+Every decay that enters is the exponential of a *sum* of log decays, never of a difference of sums: all terms of a sum
+have one sign, so no exponent is above 0 and no digit is lost when -1e4 stands beside -1e-4.  Between two tokens s < t of
+a chunk the sum is cut at the boundary where the halvings of the chunk first part them: A_ts is the product of a late
+factor (boundary to t) and an early one (s to boundary), and each halving is one masked matrix product on tensor cores.
+The same halvings invert the triangular system, and their adjoints give the gradient of a decay as a sum over the pairs
+that it stands between, which cancels nothing where r dr - p dp would.
+
+Kernels work on [B H, T, width], arithmetic is fp32 whatever the storage.  One kernel serves both directions of time:
+the gradient of the state obeys the recurrence of the state with reading and writing exchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from foveal.engines.recurrence import Terms
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+CHUNK = 64
+WIDEST = 512  # the decode kernel holds a whole column of the state in registers
+WHOLE = 128  # states up to this many rows stay in registers from chunk to chunk
+INTERPRETED = triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+def available() -> str | None:
+    """Why these kernels cannot run on this machine; None if they can."""
+    if triton is None:
+        return "triton is not installed"
+    if not INTERPRETED and not torch.cuda.is_available():
+        return "no GPU"
+    return None
+
+
+def why_not(terms: Terms) -> str | None:
+    """Why a call cannot run here, in one sentence; None if it can."""
+    letters = [terms.read, terms.write, terms.value, *(terms.erase or ())]
+    letters += [] if terms.log_decay is None else [terms.log_decay]
+    if any(x.dtype not in (torch.float32, torch.float16, torch.bfloat16) for x in letters):
+        return "the GPU kernels compute in fp32, and this call is in another precision than fp32, fp16 or bf16"
+    if not INTERPRETED and any(not x.is_cuda for x in letters):
+        return "the GPU kernels need every tensor on a GPU"
+    if max(terms.read.shape[-1], terms.value.shape[-1]) > WIDEST:
+        return f"the GPU kernels take keys and values of width up to {WIDEST}"
+    return None
+
+
+def chunks(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
+    """What ``eager.chunks`` computes, output [B, H, T, V] and final state [B, H, K, V], both fp32; differentiable."""
+    u, w = terms.erase or (None, None)
+    if u is terms.write:
+        u = None  # the delta rule: what is erased and what is written solve one system
+    return _Chunks.apply(terms.read, terms.write, terms.value, terms.log_decay, u, w, state)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def step(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
+    """What ``eager.scan`` computes, one token after another in one kernel; with gradients it is :func:`chunks`."""
+    letters = [terms.read, terms.write, terms.value, terms.log_decay, *(terms.erase or (None, None)), state]
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in letters):
+        return chunks(terms, state)
+    r, p, v, a, u, w, first = (None if x is None else _rows(x) for x in letters)
+    (BH, T, K), V = r.shape, v.shape[-1]
+    output, last = v.new_empty(BH, T, V, dtype=torch.float32), torch.empty_like(first, dtype=torch.float32)
+    tile = _padded(K, WIDEST)
+    BV = _padded(V, max(16, 4096 // tile))
+    switches = {"DECAY": _kind(a), "ERASE": 0 if w is None else 2, "BK": tile, "BV": BV}
+    _step[BH, -(-V // BV)](r, p, v, a, u, w, first, output, last, T, K, V, **switches)
+    B, H = state.shape[:2]
+    return output.view(B, H, T, V), last.view(B, H, K, V)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[B, H, ., .] as contiguous [B H, ., .]."""
+    return x.flatten(0, 1).contiguous()
+
+
+def _padded(width: int, most: int) -> int:
+    """The power of two, 16 to ``most``, of a tile that holds a width or a part of it."""
+    return min(most, max(16, 1 << (width - 1).bit_length()))
+
+
+def _kind(log_decay: Tensor | None) -> int:
+    return 0 if log_decay is None else 1 if log_decay.shape[-1] == 1 else 2
+
+
+class _Plan:
+    """Sizes and switches of one call, and its kernels as functions of tensors."""
+
+    def __init__(self, r: Tensor, v: Tensor, a: Tensor | None, erase: int) -> None:
+        (self.BH, self.T, self.K), self.V, self.a, self.erase = r.shape, v.shape[-1], a, erase
+        self.C = _padded(self.T, CHUNK)
+        self.N = -(-self.T // self.C)
+        self.decay = _kind(a)
+        self.wide = 1 if a is None else a.shape[-1]
+        self.like = v
+        self.grid = (self.BH, self.N)
+        self.tiles = {"C": self.C, "BK": _padded(self.K, 64), "BV": _padded(self.V, 64)}
+        # three tf32 products are as good as one in fp32, and only NVIDIA's tensor cores know them
+        self.precision = {"PRECISION": "ieee" if torch.version.hip else "tf32x3"}
+        self.levels = {"LEVELS": int(math.log2(self.C))}
+
+    def empty(self, *shape: int) -> Tensor:
+        return self.like.new_empty(shape, dtype=torch.float32)
+
+    def zeros(self, *shape: int) -> Tensor:
+        return self.like.new_zeros(shape, dtype=torch.float32)
+
+    def pairs(self, x: Tensor, y: Tensor, *, strict: bool) -> Tensor:
+        """A_ts = sum_k x_tk y_sk times the decay over (s, t], for s < t, and s = t unless strict."""
+        out = self.empty(*self.grid, self.C, self.C)
+        tiles = {"C": self.C, "BK": self.tiles["BK"]}
+        switches = {"DECAY": self.decay, "STRICT": strict, **tiles, **self.levels, **self.precision}
+        _pairs[self.grid](x, y, self.a, out, self.T, self.K, **switches)
+        return out
+
+    def invert(self, pairs: Tensor) -> Tensor:
+        """(1 + pairs)^-1 of strictly lower triangular pairs."""
+        out = torch.empty_like(pairs)
+        _invert[self.grid](pairs, out, C=self.C, **self.levels, **self.precision)
+        return out
+
+    def edge(self, x: Tensor | None, total: Tensor | None, *, end: bool) -> Tensor | None:
+        """Rows times the decay since the start of their chunk, or until its end (which also leaves the total)."""
+        if x is None or self.a is None:
+            return x
+        out = torch.empty_like(x, dtype=torch.float32)
+        tiles = {"C": self.C, "BK": self.tiles["BK"]}
+        switches = {"DECAY": self.decay, "END": end, **tiles, **self.precision}
+        _edge[self.grid](x, self.a, out, total, self.T, self.K, **switches)
+        return out
+
+    def carry(
+        self,
+        states: Tensor,
+        total: Tensor | None,
+        plain: Tensor,
+        inner: Tensor,
+        left: Tensor | None,
+        right: Tensor | None,
+        mix: Tensor | None,
+        solve: Tensor | None,
+        *,
+        back: bool,
+    ) -> Tensor:
+        """Fill the states between chunks from the outermost one, and return the solutions of every chunk's system."""
+        solved = inner if left is None else torch.empty_like(inner, dtype=torch.float32)
+        whole = self.erase == 0 or self.K <= WHOLE
+        BK = _padded(self.K, WHOLE if self.erase and whole else 64)
+        BV = _padded(self.V, 32)
+        grid = (self.BH, -(-self.V // BV), 1 if self.erase else -(-self.K // BK))
+        switches = {"DECAY": self.decay, "ERASE": self.erase, "BACK": back, "WHOLE": whole}
+        tiles = {"C": self.C, "BK": BK, "BV": BV}
+        tensors = (states, total, plain, inner, left, right, mix, solve, solved)
+        _carry[grid](*tensors, self.N, self.T, self.K, self.V, **switches, **tiles, **self.precision)
+        return solved
+
+    def mixed(
+        self,
+        left: Tensor,
+        states: Tensor,
+        near: Tensor,
+        inner: Tensor,
+        other: Tensor | None,
+        erased: Tensor | None,
+        *,
+        back: bool,
+    ) -> Tensor:
+        """Left @ states + near @ inner - other @ erased for every chunk; ``back`` transposes the triangles."""
+        out = self.empty(self.BH, self.T, self.V)
+        grid = (self.BH, self.N, -(-self.V // self.tiles["BV"]))
+        switches = {"BACK": back, "TWO": other is not None, **self.tiles, **self.precision}
+        _mixed[grid](left, states, near, inner, other, erased, out, self.N, self.T, self.K, self.V, **switches)
+        return out
+
+
+class _Chunks(torch.autograd.Function):
+    """The chunked form.  ``u`` is None where it is the tensor that is written (the delta rule)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        read: Tensor,
+        write: Tensor,
+        value: Tensor,
+        log_decay: Tensor | None,
+        u: Tensor | None,
+        w: Tensor | None,
+        state: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The output and the final state."""
+        r, p, v = _rows(read), _rows(write), _rows(value)
+        a, u, w = (None if x is None else _rows(x) for x in (log_decay, u, w))
+        plan = _Plan(r, v, a, 0 if w is None else 1 if u is None else 2)
+        total = None if a is None else plan.empty(*plan.grid, plan.wide)
+        r_, w_ = plan.edge(r, None, end=False), plan.edge(w, None, end=False)
+        p_, u_ = plan.edge(p, total, end=True), plan.edge(u, total, end=True)
+        rp = plan.pairs(r, p, strict=False)
+        ru = wp = solve = None
+        if plan.erase == 1:
+            solve = plan.invert(plan.pairs(w, p, strict=True))
+        if plan.erase == 2:
+            ru, wp = plan.pairs(r, u, strict=False), plan.pairs(w, p, strict=True)
+            solve = plan.invert(plan.pairs(w, u, strict=True))
+        states = plan.empty(plan.BH, plan.N + 1, plan.K, plan.V)
+        states[:, 0] = _rows(state)
+        x = plan.carry(states, total, p_, v, w_, p_ if plan.erase == 1 else u_, wp, solve, back=False)
+        output = plan.mixed(r_, states, rp, v if plan.erase == 2 else x, ru, x, back=False)
+        B, H = read.shape[:2]
+        return output.view(B, H, plan.T, plan.V), states[:, -1].clone().view(B, H, plan.K, plan.V)
+
+
+if triton is not None:
+    jit = triton.jit
+else:
+
+    def jit(function: Any) -> Any:
+        """Leave kernels as they are: nobody will call them."""
+        return function
+
+
+@jit
+def _tile(base, rows, columns, height, width):
+    """Rows x columns of a row-major matrix in fp32, 0 outside of it."""
+    inside = (rows[:, None] < height) & (columns[None, :] < width)
+    return tl.load(base + rows[:, None] * width + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@jit
+def _put(base, rows, columns, height, width, tile):
+    inside = (rows[:, None] < height) & (columns[None, :] < width)
+    tl.store(base + rows[:, None] * width + columns[None, :], tile, mask=inside)
+
+
+@jit
+def _add(base, rows, columns, height, width, tile):
+    """Add to a tile that no other program touches; launches follow each other, so sums are deterministic."""
+    _put(base, rows, columns, height, width, _tile(base, rows, columns, height, width) + tile)
+
+
+@jit
+def _square(base, C: tl.constexpr, TRANSPOSED: tl.constexpr):
+    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    return tl.load(base + (column * C + row if TRANSPOSED else row * C + column))
+
+
+@jit
+def _parted(level, C: tl.constexpr):
+    """Pairs s < t in the two halves of one segment of 2 << level tokens: each pair at exactly one level."""
+    row, column = tl.arange(0, C)[:, None] >> level, tl.arange(0, C)[None, :] >> level
+    return (row - column == 1) & (row % 2 == 1)
+
+
+@jit
+def _sums(a, level, C: tl.constexpr, PRECISION: tl.constexpr):
+    """Sums of rows of a [C, BK] within segments of 1 << level tokens: from the start to t, and after s to the end."""
+    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    same = (row >> level) == (column >> level)
+    late = tl.dot(tl.where(same & (column <= row), 1.0, 0.0), a, input_precision=PRECISION)
+    early = tl.dot(tl.where(same & (column > row), 1.0, 0.0), a, input_precision=PRECISION)
+    return late, early
+
+
+@jit
+def _sums_back(late, early, level, C: tl.constexpr, PRECISION: tl.constexpr):
+    """The adjoint of ``_sums``."""
+    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    same = (row >> level) == (column >> level)
+    a = tl.dot(tl.where(same & (column >= row), 1.0, 0.0), late, input_precision=PRECISION)
+    return a + tl.dot(tl.where(same & (column < row), 1.0, 0.0), early, input_precision=PRECISION)
+
+
+@jit
+def _between(a, C: tl.constexpr, LEVELS: tl.constexpr):
+    """Decay over (s, t] for s <= t from one log decay a [C] per token, 0 elsewhere."""
+    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    factor = tl.where(row == column, 1.0, 0.0)
+    for level in range(LEVELS):
+        same = (row >> level) == (column >> level)
+        late = tl.sum(tl.where(same & (column <= row), a[None, :], 0.0), 1)
+        early = tl.sum(tl.where(same & (row > column), a[:, None], 0.0), 0)
+        factor += tl.where(_parted(level, C), tl.exp(late[:, None] + early[None, :]), 0.0)
+    return factor
+
+
+@jit
+def _pairs(
+    x, y, a, out, T, K,
+    DECAY: tl.constexpr, STRICT: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    head, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    start, rows, height = head * T + chunk * C, tl.arange(0, C), T - chunk * C
+    row, column = rows[:, None], rows[None, :]
+    total = tl.zeros((C, C), tl.float32)
+    for k in range(0, K, BK):
+        columns = k + tl.arange(0, BK)
+        left = _tile(x + start * K, rows, columns, height, K)
+        right = _tile(y + start * K, rows, columns, height, K)
+        if DECAY == 2:
+            decay = _tile(a + start * K, rows, columns, height, K)
+            if not STRICT:
+                total += tl.where(row == column, tl.sum(left * right, 1)[:, None], 0.0)
+            for level in range(LEVELS):
+                late, early = _sums(decay, level, C, PRECISION)
+                product = tl.dot(left * tl.exp(late), tl.trans(right * tl.exp(early)), input_precision=PRECISION)
+                total += tl.where(_parted(level, C), product, 0.0)
+        else:
+            total += tl.dot(left, tl.trans(right), input_precision=PRECISION)
+    if DECAY == 1:
+        total *= _between(tl.load(a + start + rows, mask=rows < height, other=0.0).to(tl.float32), C, LEVELS)
+    total = tl.where((row > column) if STRICT else (row >= column), total, 0.0)
+    tl.store(out + (head * chunks + chunk) * C * C + row * C + column, total)
+
+
+@jit
+def _invert(pairs, out, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """Forward substitution by halves: the inverse of [[X, 0], [A, Y]] holds -Y^-1 A X^-1."""
+    at = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * C * C
+    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    A = _square(pairs + at, C, False)
+    inverse = tl.where(row == column, 1.0, 0.0)
+    for level in range(LEVELS):
+        half = tl.dot(tl.where(_parted(level, C), A, 0.0), inverse, input_precision=PRECISION)
+        inverse -= tl.dot(inverse, half, input_precision=PRECISION)
+    tl.store(out + at + row * C + column, inverse)
+
+
+@jit
+def _edge(
+    x, a, out, total, T, K,
+    DECAY: tl.constexpr, END: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    head, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    start, rows, height = head * T + chunk * C, tl.arange(0, C), T - chunk * C
+    row, column = rows[:, None], rows[None, :]
+    mask = (column > row) if END else (column <= row)
+    for k in range(0, K, BK):
+        columns = k + tl.arange(0, BK)
+        if DECAY == 1:
+            decay = tl.load(a + start + rows, mask=rows < height, other=0.0).to(tl.float32)
+            sums = tl.sum(tl.where(mask, decay[None, :], 0.0), 1)[:, None]
+            if END:
+                tl.store(total + head * chunks + chunk, tl.exp(tl.sum(decay, 0)))
+        else:
+            decay = _tile(a + start * K, rows, columns, height, K)
+            sums = tl.dot(tl.where(mask, 1.0, 0.0), decay, input_precision=PRECISION)
+            if END:
+                tl.store(total + (head * chunks + chunk) * K + columns, tl.exp(tl.sum(decay, 0)), mask=columns < K)
+        tile = _tile(x + start * K, rows, columns, height, K)
+        _put(out + start * K, rows, columns, height, K, tile * tl.exp(sums))
+
+
+@jit
+def _advance(
+    S, erased, inner, total, plain, right, rows, columns, start, height, K, at,
+    DECAY: tl.constexpr, ERASE: tl.constexpr, BACK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """D S + plain' inner - right' erased, for some rows of the state."""
+    if DECAY == 1:
+        S *= tl.load(total + at)
+    elif DECAY == 2:
+        S *= tl.load(total + at * K + columns, mask=columns < K, other=0.0)[:, None]
+    if ERASE != 0:
+        S -= tl.dot(tl.trans(_tile(right + start * K, rows, columns, height, K)), erased, input_precision=PRECISION)
+    if ERASE != 1 or BACK:
+        S += tl.dot(tl.trans(_tile(plain + start * K, rows, columns, height, K)), inner, input_precision=PRECISION)
+    return S
+
+
+@jit
+def _carry(
+    states, total, plain, inner, left, right, mix, solve, solved, N, T, K, V,
+    DECAY: tl.constexpr, ERASE: tl.constexpr, BACK: tl.constexpr, WHOLE: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The loop over chunks, for some columns of the state; backwards it carries the state's gradient.
+
+    Forwards the solved rows are e, or v - e for the delta rule; backwards they are the system's adjoint.
+    """
+    head = tl.program_id(0).to(tl.int64)
+    values = tl.program_id(1) * BV + tl.arange(0, BV)
+    first = tl.program_id(2) * BK + tl.arange(0, BK)
+    rows = tl.arange(0, C)
+    slot = head * (N + 1)
+    S = tl.zeros((BK, BV), tl.float32)
+    if WHOLE:
+        S = _tile(states + (slot + (N if BACK else 0)) * K * V, first, values, K, V)
+    for n in range(N):
+        chunk = N - 1 - n if BACK else n
+        at, start, height = head * N + chunk, head * T + chunk * C, T - chunk * C
+        own = _tile(inner + start * V, rows, values, height, V)
+        source = states + (slot + chunk + (1 if BACK else 0)) * K * V
+        target = states + (slot + chunk + (0 if BACK else 1)) * K * V
+        x = own
+        if ERASE != 0:
+            if WHOLE:
+                system = tl.dot(_tile(left + start * K, rows, first, height, K), S, input_precision=PRECISION)
+            else:
+                system = tl.zeros((C, BV), tl.float32)
+                tl.debug_barrier()  # what other threads stored in the last round
+                for k in range(0, K, BK):
+                    part = _tile(left + start * K, rows, k + first, height, K)
+                    system += tl.dot(part, _tile(source, k + first, values, K, V), input_precision=PRECISION)
+            if ERASE == 1 and not BACK:
+                system = own - system
+            else:
+                system += tl.dot(_square(mix + at * C * C, C, BACK), own, input_precision=PRECISION)
+            x = tl.dot(_square(solve + at * C * C, C, BACK), system, input_precision=PRECISION)
+            _put(solved + start * V, rows, values, height, V, x)
+            if ERASE == 1 and not BACK:
+                x = -x
+        if WHOLE:
+            S = _advance(
+                S, x, own, total, plain, right, rows, first, start, height, K, at,
+                DECAY, ERASE, BACK, PRECISION,
+            )  # fmt: skip
+            _put(target, first, values, K, V, S)
+        else:
+            for k in range(0, K, BK):
+                part = _advance(
+                    _tile(source, k + first, values, K, V), x, own, total, plain, right,
+                    rows, k + first, start, height, K, at, DECAY, ERASE, BACK, PRECISION,
+                )  # fmt: skip
+                _put(target, k + first, values, K, V, part)
+
+
+@jit
+def _mixed(
+    left, states, near, inner, other, erased, out, N, T, K, V,
+    BACK: tl.constexpr, TWO: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start, rows, height = head * T + chunk * C, tl.arange(0, C), T - chunk * C
+    at = (head * N + chunk) * C * C
+    values = tl.program_id(2) * BV + tl.arange(0, BV)
+    state = states + (head * (N + 1) + chunk + (1 if BACK else 0)) * K * V
+    tile = _tile(inner + start * V, rows, values, height, V)
+    total = tl.dot(_square(near + at, C, BACK), tile, input_precision=PRECISION)
+    if TWO:
+        tile = _tile(erased + start * V, rows, values, height, V)
+        total -= tl.dot(_square(other + at, C, BACK), tile, input_precision=PRECISION)
+    for k in range(0, K, BK):
+        columns = k + tl.arange(0, BK)
+        part = _tile(left + start * K, rows, columns, height, K)
+        total += tl.dot(part, _tile(state, columns, values, K, V), input_precision=PRECISION)
+    _put(out + start * V, rows, values, height, V, total)
+
+
+@jit
+def _step(
+    r, p, v, a, u, w, first, out, last, T, K, V,
+    DECAY: tl.constexpr, ERASE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One token after another, the state in registers."""
+    head = tl.program_id(0).to(tl.int64)
+    keys, values = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
+    inside = keys < K
+    S = _tile(first + head * K * V, keys, values, K, V)
+    for t in range(T):
+        at = head * T + t
+        if DECAY == 1:
+            S *= tl.exp(tl.load(a + at).to(tl.float32))
+        elif DECAY == 2:
+            S *= tl.exp(tl.load(a + at * K + keys, mask=inside, other=0.0).to(tl.float32))[:, None]
+        new = tl.load(v + at * V + values, mask=values < V, other=0.0).to(tl.float32)
+        update = tl.load(p + at * K + keys, mask=inside, other=0.0).to(tl.float32)[:, None] * new[None, :]
+        if ERASE != 0:
+            erased = tl.sum(tl.load(w + at * K + keys, mask=inside, other=0.0).to(tl.float32)[:, None] * S, 0)
+            update -= tl.load(u + at * K + keys, mask=inside, other=0.0).to(tl.float32)[:, None] * erased[None, :]
+        S += update
+        read = tl.load(r + at * K + keys, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + at * V + values, tl.sum(read[:, None] * S, 0), mask=values < V)
+    _put(last + head * K * V, keys, values, K, V, S)
