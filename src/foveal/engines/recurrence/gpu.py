@@ -99,30 +99,27 @@ class _Plan:
     """Sizes and switches of one call, and its kernels as functions of tensors."""
 
     def __init__(self, r: Tensor, v: Tensor, a: Tensor | None, erase: int) -> None:
-        (self.BH, self.T, self.K), self.V, self.a, self.erase = r.shape, v.shape[-1], a, erase
+        (self.BH, self.T, self.K), self.V, self.erase = r.shape, v.shape[-1], erase
         self.C = _padded(self.T, CHUNK)
         self.N = -(-self.T // self.C)
         self.decay = _kind(a)
         self.wide = 1 if a is None else a.shape[-1]
-        self.like = v
+        self.device = v.device
         self.grid = (self.BH, self.N)
-        self.tiles = {"C": self.C, "BK": _padded(self.K, 64), "BV": _padded(self.V, 64)}
+        self.narrow = {"C": self.C, "BK": _padded(self.K, 64)}
+        self.tiles = {**self.narrow, "BV": _padded(self.V, 64)}
         # three tf32 products are as good as one in fp32, and only NVIDIA's tensor cores know them
         self.precision = {"PRECISION": "ieee" if torch.version.hip else "tf32x3"}
         self.levels = {"LEVELS": int(math.log2(self.C))}
 
     def empty(self, *shape: int) -> Tensor:
-        return self.like.new_empty(shape, dtype=torch.float32)
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
 
-    def zeros(self, *shape: int) -> Tensor:
-        return self.like.new_zeros(shape, dtype=torch.float32)
-
-    def pairs(self, x: Tensor, y: Tensor, *, strict: bool) -> Tensor:
+    def pairs(self, x: Tensor, y: Tensor, a: Tensor | None, *, strict: bool) -> Tensor:
         """A_ts = sum_k x_tk y_sk times the decay over (s, t], for s < t, and s = t unless strict."""
         out = self.empty(*self.grid, self.C, self.C)
-        tiles = {"C": self.C, "BK": self.tiles["BK"]}
-        switches = {"DECAY": self.decay, "STRICT": strict, **tiles, **self.levels, **self.precision}
-        _pairs[self.grid](x, y, self.a, out, self.T, self.K, **switches)
+        switches = {"DECAY": self.decay, "STRICT": strict, **self.narrow, **self.levels, **self.precision}
+        _pairs[self.grid](x, y, a, out, self.T, self.K, **switches)
         return out
 
     def invert(self, pairs: Tensor) -> Tensor:
@@ -131,14 +128,13 @@ class _Plan:
         _invert[self.grid](pairs, out, C=self.C, **self.levels, **self.precision)
         return out
 
-    def edge(self, x: Tensor | None, total: Tensor | None, *, end: bool) -> Tensor | None:
+    def edge(self, x: Tensor, a: Tensor | None, total: Tensor | None, *, end: bool) -> Tensor:
         """Rows times the decay since the start of their chunk, or until its end (which also leaves the total)."""
-        if x is None or self.a is None:
+        if a is None:
             return x
         out = torch.empty_like(x, dtype=torch.float32)
-        tiles = {"C": self.C, "BK": self.tiles["BK"]}
-        switches = {"DECAY": self.decay, "END": end, **tiles, **self.precision}
-        _edge[self.grid](x, self.a, out, total, self.T, self.K, **switches)
+        switches = {"DECAY": self.decay, "END": end, **self.narrow, **self.precision}
+        _edge[self.grid](x, a, out, total, self.T, self.K, **switches)
         return out
 
     def carry(
@@ -155,7 +151,7 @@ class _Plan:
         back: bool,
     ) -> Tensor:
         """Fill the states between chunks from the outermost one, and return the solutions of every chunk's system."""
-        solved = inner if left is None else torch.empty_like(inner, dtype=torch.float32)
+        solved = inner if self.erase == 0 else torch.empty_like(inner, dtype=torch.float32)
         whole = self.erase == 0 or self.K <= WHOLE
         BK = _padded(self.K, WHOLE if self.erase and whole else 64)
         BV = _padded(self.V, 32)
@@ -184,6 +180,42 @@ class _Plan:
         _mixed[grid](left, states, near, inner, other, erased, out, self.N, self.T, self.K, self.V, **switches)
         return out
 
+    def pairs_back(
+        self,
+        slope: tuple[Tensor, Tensor],
+        letters: tuple[Tensor, Tensor],
+        grads: tuple[Tensor, Tensor],
+        a: Tensor | None,
+        pairs: Tensor,
+        da: Tensor | None,
+        *,
+        strict: bool,
+        sign: int = 1,
+    ) -> None:
+        """Add to ``grads`` and ``da`` for pairs whose gradient is sign slope[0] slope[1]'."""
+        switches = {"DECAY": self.decay, "STRICT": strict, "SIGN": sign, **self.tiles, **self.levels, **self.precision}
+        _pairs_back[self.grid](*slope, *letters, *grads, a, pairs, da, self.T, self.K, self.V, **switches)
+
+    def edge_back(
+        self,
+        slope: tuple[Tensor, Tensor],
+        x: Tensor,
+        dx: Tensor,
+        a: Tensor | None,
+        da: Tensor | None,
+        *,
+        end: bool,
+        sign: int = 1,
+    ) -> None:
+        """Add to ``dx`` and ``da`` for rows whose gradient is sign slope[0] states'."""
+        switches = {"DECAY": self.decay, "END": end, "SIGN": sign, **self.tiles, **self.precision}
+        _edge_back[self.grid](*slope, x, dx, a, da, self.N, self.T, self.K, self.V, **switches)
+
+    def total_back(self, states: Tensor, slopes: Tensor, total: Tensor, da: Tensor) -> None:
+        """Add to ``da`` what the decay of the states over whole chunks contributes."""
+        switches = {"DECAY": self.decay, **self.tiles}
+        _total_back[self.grid](states, slopes, total, da, self.N, self.T, self.K, self.V, **switches)
+
 
 class _Chunks(torch.autograd.Function):
     """The chunked form.  ``u`` is None where it is the tensor that is written (the delta rule)."""
@@ -204,21 +236,53 @@ class _Chunks(torch.autograd.Function):
         a, u, w = (None if x is None else _rows(x) for x in (log_decay, u, w))
         plan = _Plan(r, v, a, 0 if w is None else 1 if u is None else 2)
         total = None if a is None else plan.empty(*plan.grid, plan.wide)
-        r_, w_ = plan.edge(r, None, end=False), plan.edge(w, None, end=False)
-        p_, u_ = plan.edge(p, total, end=True), plan.edge(u, total, end=True)
-        rp = plan.pairs(r, p, strict=False)
-        ru = wp = solve = None
-        if plan.erase == 1:
-            solve = plan.invert(plan.pairs(w, p, strict=True))
-        if plan.erase == 2:
-            ru, wp = plan.pairs(r, u, strict=False), plan.pairs(w, p, strict=True)
-            solve = plan.invert(plan.pairs(w, u, strict=True))
+        r_, p_ = plan.edge(r, a, None, end=False), plan.edge(p, a, total, end=True)
+        w_ = None if w is None else plan.edge(w, a, None, end=False)
+        u_ = None if u is None else plan.edge(u, a, total, end=True)
+        rp = plan.pairs(r, p, a, strict=False)
+        ru = None if u is None else plan.pairs(r, u, a, strict=False)
+        wp = None if w is None else plan.pairs(w, p, a, strict=True)
+        wu = wp if w is None or u is None else plan.pairs(w, u, a, strict=True)
+        solve = None if wu is None else plan.invert(wu)
         states = plan.empty(plan.BH, plan.N + 1, plan.K, plan.V)
         states[:, 0] = _rows(state)
         x = plan.carry(states, total, p_, v, w_, p_ if plan.erase == 1 else u_, wp, solve, back=False)
         output = plan.mixed(r_, states, rp, v if plan.erase == 2 else x, ru, x, back=False)
-        B, H = read.shape[:2]
+        ctx.save_for_backward(r, p, v, a, u, w, total, r_, p_, u_, w_, rp, ru, wp, wu, solve, states, x)
+        ctx.plan, ctx.dtypes = plan, [None if x is None else x.dtype for x in (read, write, value, log_decay, u, w, state)]
+        B, H = ctx.heads = read.shape[:2]
         return output.view(B, H, plan.T, plan.V), states[:, -1].clone().view(B, H, plan.K, plan.V)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, output: Tensor, state: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of every input."""
+        r, p, v, a, u, w, total, r_, p_, u_, w_, rp, ru, wp, wu, solve, states, x = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        do = _rows(output)
+        slopes = plan.empty(*states.shape)  # gradients of the states between chunks
+        slopes[:, -1] = _rows(state)
+        near, last = (rp, p_) if plan.erase < 2 else (ru, u_)
+        h = plan.carry(slopes, total, r_, do, last, w_, near, solve, back=True)
+        dv = h if plan.erase == 1 else plan.mixed(p_, slopes, rp, do, wp, h, back=True)
+        dr, dp, da, du, dw = (None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in (r, p, a, u, w))
+        y = v if plan.erase == 2 else x
+        plan.pairs_back((do, y), (r, p), (dr, dp), a, rp, da, strict=False)
+        plan.edge_back((do, states), r, dr, a, da, end=False)
+        plan.edge_back((y, slopes), p, dp, a, da, end=True)
+        if plan.erase:
+            plan.pairs_back((h, y), (w, p), (dw, dp), a, wp, da, strict=True, sign=-1)
+            plan.edge_back((h, states), w, dw, a, da, end=False, sign=-1)
+        if plan.erase == 2:
+            plan.pairs_back((do, x), (r, u), (dr, du), a, ru, da, strict=False, sign=-1)
+            plan.pairs_back((h, x), (w, u), (dw, du), a, wu, da, strict=True)
+            plan.edge_back((x, slopes), u, du, a, da, end=True, sign=-1)
+        if a is not None:
+            plan.total_back(states, slopes, total, da)
+        grads = (dr, dp, dv, da, du, dw, slopes[:, 0])
+        return tuple(
+            None if x is None else x.to(kind).view(*ctx.heads, *x.shape[1:]) for x, kind in zip(grads, ctx.dtypes)
+        )
 
 
 if triton is not None:
@@ -457,6 +521,118 @@ def _mixed(
         part = _tile(left + start * K, rows, columns, height, K)
         total += tl.dot(part, _tile(state, columns, values, K, V), input_precision=PRECISION)
     _put(out + start * V, rows, values, height, V, total)
+
+
+@jit
+def _pairs_back(
+    slope, other, x, y, dx, dy, a, pairs, da, T, K, V,
+    DECAY: tl.constexpr, STRICT: tl.constexpr, SIGN: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    head, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    start, rows, height = head * T + chunk * C, tl.arange(0, C), T - chunk * C
+    row, column = rows[:, None], rows[None, :]
+    G = tl.zeros((C, C), tl.float32)
+    for v in range(0, V, BV):
+        columns = v + tl.arange(0, BV)
+        part = _tile(slope + start * V, rows, columns, height, V)
+        G += tl.dot(part, tl.trans(_tile(other + start * V, rows, columns, height, V)), input_precision=PRECISION)
+    G = tl.where((row > column) if STRICT else (row >= column), SIGN * G, 0.0)
+    if DECAY == 1:
+        # a decay stands between all pairs s < j <= t
+        near = G * _square(pairs + (head * chunks + chunk) * C * C, C, False)
+        before = tl.dot(near, tl.where(row < column, 1.0, 0.0), input_precision=PRECISION)
+        between = tl.sum(tl.where(row >= column, before, 0.0), 0)
+        inside = rows < height
+        tl.store(da + start + rows, tl.load(da + start + rows, mask=inside, other=0.0) + between, mask=inside)
+        G *= _between(tl.load(a + start + rows, mask=inside, other=0.0).to(tl.float32), C, LEVELS)
+    for k in range(0, K, BK):
+        columns = k + tl.arange(0, BK)
+        left = _tile(x + start * K, rows, columns, height, K)
+        right = _tile(y + start * K, rows, columns, height, K)
+        if DECAY == 2:
+            own = tl.sum(tl.where(row == column, G, 0.0), 1)[:, None]
+            decay = _tile(a + start * K, rows, columns, height, K)
+            left_slope, right_slope, decay_slope = own * right, own * left, tl.zeros((C, BK), tl.float32)
+            for level in range(LEVELS):
+                late, early = _sums(decay, level, C, PRECISION)
+                late, early = tl.exp(late), tl.exp(early)
+                parted = tl.where(_parted(level, C), G, 0.0)
+                late_slope = late * tl.dot(parted, right * early, input_precision=PRECISION)
+                early_slope = early * tl.dot(tl.trans(parted), left * late, input_precision=PRECISION)
+                left_slope += late_slope
+                right_slope += early_slope
+                decay_slope += _sums_back(left * late_slope, right * early_slope, level, C, PRECISION)
+            _add(da + start * K, rows, columns, height, K, decay_slope)
+        else:
+            left_slope = tl.dot(G, right, input_precision=PRECISION)
+            right_slope = tl.dot(tl.trans(G), left, input_precision=PRECISION)
+        _add(dx + start * K, rows, columns, height, K, left_slope)
+        _add(dy + start * K, rows, columns, height, K, right_slope)
+
+
+@jit
+def _edge_back(
+    slope, states, x, dx, a, da, N, T, K, V,
+    DECAY: tl.constexpr, END: tl.constexpr, SIGN: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start, rows, height = head * T + chunk * C, tl.arange(0, C), T - chunk * C
+    row, column = rows[:, None], rows[None, :]
+    state = states + (head * (N + 1) + chunk + (1 if END else 0)) * K * V
+    mask = (column > row) if END else (column <= row)
+    inside = rows < height
+    within = tl.zeros((C,), tl.float32)
+    for k in range(0, K, BK):
+        columns = k + tl.arange(0, BK)
+        grad = tl.zeros((C, BK), tl.float32)
+        for v in range(0, V, BV):
+            values = v + tl.arange(0, BV)
+            part = _tile(slope + start * V, rows, values, height, V)
+            grad += tl.dot(part, tl.trans(_tile(state, columns, values, K, V)), input_precision=PRECISION)
+        grad *= SIGN
+        if DECAY == 1:
+            decay = tl.load(a + start + rows, mask=inside, other=0.0).to(tl.float32)
+            grad *= tl.exp(tl.sum(tl.where(mask, decay[None, :], 0.0), 1))[:, None]
+            within += tl.sum(grad * _tile(x + start * K, rows, columns, height, K), 1)
+        elif DECAY == 2:
+            decay = _tile(a + start * K, rows, columns, height, K)
+            ones = tl.where(mask, 1.0, 0.0)
+            grad *= tl.exp(tl.dot(ones, decay, input_precision=PRECISION))
+            product = grad * _tile(x + start * K, rows, columns, height, K)
+            _add(da + start * K, rows, columns, height, K, tl.dot(tl.trans(ones), product, input_precision=PRECISION))
+        _add(dx + start * K, rows, columns, height, K, grad)
+    if DECAY == 1:
+        within = tl.sum(tl.where(mask, within[:, None], 0.0), 0)
+        tl.store(da + start + rows, tl.load(da + start + rows, mask=inside, other=0.0) + within, mask=inside)
+
+
+@jit
+def _total_back(
+    states, slopes, total, da, N, T, K, V,
+    DECAY: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start, rows, height = head * T + chunk * C, tl.arange(0, C), T - chunk * C
+    entering = states + (head * (N + 1) + chunk) * K * V
+    leaving = slopes + (head * (N + 1) + chunk + 1) * K * V
+    inside = rows < height
+    all_keys = 0.0
+    for k in range(0, K, BK):
+        columns = k + tl.arange(0, BK)
+        kept = tl.zeros((BK,), tl.float32)
+        for v in range(0, V, BV):
+            values = v + tl.arange(0, BV)
+            kept += tl.sum(_tile(entering, columns, values, K, V) * _tile(leaving, columns, values, K, V), 1)
+        if DECAY == 2:
+            kept *= tl.load(total + (head * N + chunk) * K + columns, mask=columns < K, other=0.0)
+            _add(da + start * K, rows, columns, height, K, kept[None, :])
+        else:
+            all_keys += tl.sum(kept, 0)
+    if DECAY == 1:
+        old = tl.load(da + start + rows, mask=inside, other=0.0)
+        tl.store(da + start + rows, old + all_keys * tl.load(total + head * N + chunk), mask=inside)
 
 
 @jit
