@@ -1,15 +1,17 @@
 """The recurrence as Triton kernels: chunks for training and prompts, one fused kernel for decode steps.
 
-Every decay that enters is the exponential of a *sum* of log decays, never of a difference of sums: all terms of a sum
-have one sign, so no exponent is above 0 and no digit is lost when -1e4 stands beside -1e-4.  Between two tokens s < t of
-a chunk the sum is cut at the boundary where the halvings of the chunk first part them: A_ts is the product of a late
-factor (boundary to t) and an early one (s to boundary), and each halving is one masked matrix product on tensor cores.
-The same halvings invert the triangular system, and their adjoints give the gradient of a decay as a sum over the pairs
-that it stands between, which cancels nothing where r dr - p dp would.
+Every decay that enters is the exponential of a *sum* of log decays, never of a difference of sums: the terms of a sum
+have one sign, so no exponent is above 0 and no digit is lost when -1e4 stands beside -1e-4.  Halving a chunk again and
+again parts any two tokens s < t exactly once; there the sum between them is cut into a late part, up to t, and an early
+part, after s, and each halving is one masked matrix product.  The same halvings invert the triangular system.  The
+gradient of a decay is summed over the pairs that it stands between; r dr - p dp would cancel where decays are strong.
 
-Kernels work on [B H, T, width], arithmetic is fp32 whatever the storage.  One kernel serves both directions of time:
-the gradient of the state obeys the recurrence of the state with reading and writing exchanged.
+Kernels work on [B H, T, width]; arithmetic is fp32 whatever the storage.  One loop over chunks serves both directions
+of time, because the state's gradient obeys the state's recurrence with reading and writing exchanged.
 """
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, import-untyped, import-not-found"
+# (kernels have no annotations that mypy understands; triton and torch.cuda.device_of are not typed)
 
 from __future__ import annotations
 
@@ -31,8 +33,14 @@ except ImportError:
 
 CHUNK = 64
 WIDEST = 512  # the decode kernel holds a whole column of the state in registers
-WHOLE = 128  # states up to this many rows stay in registers from chunk to chunk
+TILE = 32  # columns of a tile; wider ones spill registers (ptxas for sm_80 and sm_90)
+WHOLE = 64  # states up to this many rows stay in registers from chunk to chunk
 INTERPRETED = triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+def jit(kernel: Any) -> Any:
+    """``triton.jit``, or without triton the function itself, which nobody will call."""
+    return kernel if triton is None else triton.jit(kernel)
 
 
 def available() -> str | None:
@@ -62,7 +70,7 @@ def chunks(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
     u, w = terms.erase or (None, None)
     if u is terms.write:
         u = None  # the delta rule: what is erased and what is written solve one system
-    return _Chunks.apply(terms.read, terms.write, terms.value, terms.log_decay, u, w, state)  # type: ignore[no-any-return, no-untyped-call]
+    return _Chunks.apply(terms.read, terms.write, terms.value, terms.log_decay, u, w, state)  # type: ignore[no-any-return]
 
 
 def step(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,20 +78,24 @@ def step(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
     letters = [terms.read, terms.write, terms.value, terms.log_decay, *(terms.erase or (None, None)), state]
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in letters):
         return chunks(terms, state)
-    r, p, v, a, u, w, first = (None if x is None else _rows(x) for x in letters)
+    r, p, v, a, u, w, first = map(_rows, letters)
     (BH, T, K), V = r.shape, v.shape[-1]
-    output, last = v.new_empty(BH, T, V, dtype=torch.float32), torch.empty_like(first, dtype=torch.float32)
-    tile = _padded(K, WIDEST)
-    BV = _padded(V, max(16, 4096 // tile))
-    switches = {"DECAY": _kind(a), "ERASE": 0 if w is None else 2, "BK": tile, "BV": BV}
-    _step[BH, -(-V // BV)](r, p, v, a, u, w, first, output, last, T, K, V, **switches)
-    B, H = state.shape[:2]
-    return output.view(B, H, T, V), last.view(B, H, K, V)
+    output, last = torch.empty_like(v, dtype=torch.float32), torch.empty_like(first, dtype=torch.float32)
+    BK = _padded(K, WIDEST)
+    BV = _padded(V, max(16, 4096 // BK))  # 32 registers of state per thread, up to K = 256
+    with torch.cuda.device_of(v):
+        switches = {"DECAY": _kind(a), "ERASE": w is not None, "BK": BK, "BV": BV}
+        _step[BH, -(-V // BV)](r, p, v, a, u, w, first, output, last, T, K, V, **switches)
+    return output.view(terms.value.shape), last.view(state.shape)
 
 
-def _rows(x: Tensor) -> Tensor:
+def _rows(x: Any) -> Any:
     """[B, H, ., .] as contiguous [B H, ., .]."""
-    return x.flatten(0, 1).contiguous()
+    return None if x is None else x.flatten(0, 1).contiguous()
+
+
+def _zeros(x: Any) -> Any:
+    return None if x is None else torch.zeros_like(x, dtype=torch.float32)
 
 
 def _padded(width: int, most: int) -> int:
@@ -103,13 +115,14 @@ class _Plan:
         self.C = _padded(self.T, CHUNK)
         self.N = -(-self.T // self.C)
         self.decay = _kind(a)
-        self.wide = 1 if a is None else a.shape[-1]
         self.device = v.device
         self.grid = (self.BH, self.N)
-        self.narrow = {"C": self.C, "BK": _padded(self.K, 64)}
-        self.tiles = {**self.narrow, "BV": _padded(self.V, 64)}
+        self.narrow = {"C": self.C, "BK": _padded(self.K, TILE)}
+        self.tiles = {**self.narrow, "BV": _padded(self.V, TILE)}
         # three tf32 products are as good as one in fp32, and only NVIDIA's tensor cores know them
-        self.precision = {"PRECISION": "ieee" if torch.version.hip else "tf32x3"}
+        precision = "ieee" if torch.version.hip else "tf32x3"
+        # loads ahead of their use (stages) would take the registers that hold split operands
+        self.precision = {"PRECISION": precision, "num_stages": 1}
         self.levels = {"LEVELS": int(math.log2(self.C))}
 
     def empty(self, *shape: int) -> Tensor:
@@ -153,8 +166,7 @@ class _Plan:
         """Fill the states between chunks from the outermost one, and return the solutions of every chunk's system."""
         solved = inner if self.erase == 0 else torch.empty_like(inner, dtype=torch.float32)
         whole = self.erase == 0 or self.K <= WHOLE
-        BK = _padded(self.K, WHOLE if self.erase and whole else 64)
-        BV = _padded(self.V, 32)
+        BK, BV = _padded(self.K, WHOLE), self.tiles["BV"]
         grid = (self.BH, -(-self.V // BV), 1 if self.erase else -(-self.K // BK))
         switches = {"DECAY": self.decay, "ERASE": self.erase, "BACK": back, "WHOLE": whole}
         tiles = {"C": self.C, "BK": BK, "BV": BV}
@@ -232,66 +244,57 @@ class _Chunks(torch.autograd.Function):
         state: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """The output and the final state."""
-        r, p, v = _rows(read), _rows(write), _rows(value)
-        a, u, w = (None if x is None else _rows(x) for x in (log_decay, u, w))
-        plan = _Plan(r, v, a, 0 if w is None else 1 if u is None else 2)
-        total = None if a is None else plan.empty(*plan.grid, plan.wide)
-        r_, p_ = plan.edge(r, a, None, end=False), plan.edge(p, a, total, end=True)
-        w_ = None if w is None else plan.edge(w, a, None, end=False)
-        u_ = None if u is None else plan.edge(u, a, total, end=True)
-        rp = plan.pairs(r, p, a, strict=False)
-        ru = None if u is None else plan.pairs(r, u, a, strict=False)
-        wp = None if w is None else plan.pairs(w, p, a, strict=True)
-        wu = wp if w is None or u is None else plan.pairs(w, u, a, strict=True)
-        solve = None if wu is None else plan.invert(wu)
-        states = plan.empty(plan.BH, plan.N + 1, plan.K, plan.V)
-        states[:, 0] = _rows(state)
-        x = plan.carry(states, total, p_, v, w_, p_ if plan.erase == 1 else u_, wp, solve, back=False)
-        output = plan.mixed(r_, states, rp, v if plan.erase == 2 else x, ru, x, back=False)
+        letters = (read, write, value, log_decay, u, w, state)
+        r, p, v, a, u, w, first = map(_rows, letters)
+        with torch.cuda.device_of(v):
+            plan = _Plan(r, v, a, 0 if w is None else 1 if u is None else 2)
+            total = None if a is None else plan.empty(*plan.grid, a.shape[-1])
+            r_, p_ = plan.edge(r, a, None, end=False), plan.edge(p, a, total, end=True)
+            w_ = None if w is None else plan.edge(w, a, None, end=False)
+            u_ = None if u is None else plan.edge(u, a, total, end=True)
+            rp = plan.pairs(r, p, a, strict=False)
+            ru = None if u is None else plan.pairs(r, u, a, strict=False)
+            wp = None if w is None else plan.pairs(w, p, a, strict=True)
+            wu = wp if w is None or u is None else plan.pairs(w, u, a, strict=True)
+            solve = None if wu is None else plan.invert(wu)
+            states = plan.empty(plan.BH, plan.N + 1, plan.K, plan.V)
+            states[:, 0] = first
+            x = plan.carry(states, total, p_, v, w_, p_ if u_ is None else u_, wp, solve, back=False)
+            output = plan.mixed(r_, states, rp, v if plan.erase == 2 else x, ru, x, back=False)
         ctx.save_for_backward(r, p, v, a, u, w, total, r_, p_, u_, w_, rp, ru, wp, wu, solve, states, x)
-        ctx.plan, ctx.dtypes = plan, [None if x is None else x.dtype for x in (read, write, value, log_decay, u, w, state)]
-        B, H = ctx.heads = read.shape[:2]
-        return output.view(B, H, plan.T, plan.V), states[:, -1].clone().view(B, H, plan.K, plan.V)
+        ctx.plan = plan
+        ctx.kinds = [None if x is None else (x.dtype, x.shape) for x in letters]
+        return output.view(value.shape), states[:, -1].clone().view(state.shape)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, output: Tensor, state: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of every input."""
         r, p, v, a, u, w, total, r_, p_, u_, w_, rp, ru, wp, wu, solve, states, x = ctx.saved_tensors
         plan: _Plan = ctx.plan
         do = _rows(output)
-        slopes = plan.empty(*states.shape)  # gradients of the states between chunks
-        slopes[:, -1] = _rows(state)
-        near, last = (rp, p_) if plan.erase < 2 else (ru, u_)
-        h = plan.carry(slopes, total, r_, do, last, w_, near, solve, back=True)
-        dv = h if plan.erase == 1 else plan.mixed(p_, slopes, rp, do, wp, h, back=True)
-        dr, dp, da, du, dw = (None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in (r, p, a, u, w))
-        y = v if plan.erase == 2 else x
-        plan.pairs_back((do, y), (r, p), (dr, dp), a, rp, da, strict=False)
-        plan.edge_back((do, states), r, dr, a, da, end=False)
-        plan.edge_back((y, slopes), p, dp, a, da, end=True)
-        if plan.erase:
-            plan.pairs_back((h, y), (w, p), (dw, dp), a, wp, da, strict=True, sign=-1)
-            plan.edge_back((h, states), w, dw, a, da, end=False, sign=-1)
-        if plan.erase == 2:
-            plan.pairs_back((do, x), (r, u), (dr, du), a, ru, da, strict=False, sign=-1)
-            plan.pairs_back((h, x), (w, u), (dw, du), a, wu, da, strict=True)
-            plan.edge_back((x, slopes), u, du, a, da, end=True, sign=-1)
-        if a is not None:
-            plan.total_back(states, slopes, total, da)
-        grads = (dr, dp, dv, da, du, dw, slopes[:, 0])
-        return tuple(
-            None if x is None else x.to(kind).view(*ctx.heads, *x.shape[1:]) for x, kind in zip(grads, ctx.dtypes)
-        )
-
-
-if triton is not None:
-    jit = triton.jit
-else:
-
-    def jit(function: Any) -> Any:
-        """Leave kernels as they are: nobody will call them."""
-        return function
+        with torch.cuda.device_of(v):
+            slopes = plan.empty(*states.shape)  # gradients of the states between chunks
+            slopes[:, -1] = _rows(state)
+            near, last = (rp, p_) if u is None else (ru, u_)
+            h = plan.carry(slopes, total, r_, do, last, w_, near, solve, back=True)
+            dv = h if plan.erase == 1 else plan.mixed(p_, slopes, rp, do, wp, h, back=True)
+            dr, dp, da, du, dw = map(_zeros, (r, p, a, u, w))
+            y = v if plan.erase == 2 else x
+            plan.pairs_back((do, y), (r, p), (dr, dp), a, rp, da, strict=False)
+            plan.edge_back((do, states), r, dr, a, da, end=False)
+            plan.edge_back((y, slopes), p, dp, a, da, end=True)
+            if w is not None:
+                plan.pairs_back((h, y), (w, p), (dw, dp), a, wp, da, strict=True, sign=-1)
+                plan.edge_back((h, states), w, dw, a, da, end=False, sign=-1)
+            if u is not None:
+                plan.pairs_back((do, x), (r, u), (dr, du), a, ru, da, strict=False, sign=-1)
+                plan.pairs_back((h, x), (w, u), (dw, du), a, wu, da, strict=True)
+                plan.edge_back((x, slopes), u, du, a, da, end=True, sign=-1)
+            if a is not None:
+                plan.total_back(states, slopes, total, da)
+        grads = (dr, dp, dv, da, du, dw, slopes[:, 0].clone())
+        return tuple(None if kind is None else g.to(kind[0]).view(kind[1]) for g, kind in zip(grads, ctx.kinds))
 
 
 @jit
@@ -653,7 +656,7 @@ def _step(
             S *= tl.exp(tl.load(a + at * K + keys, mask=inside, other=0.0).to(tl.float32))[:, None]
         new = tl.load(v + at * V + values, mask=values < V, other=0.0).to(tl.float32)
         update = tl.load(p + at * K + keys, mask=inside, other=0.0).to(tl.float32)[:, None] * new[None, :]
-        if ERASE != 0:
+        if ERASE:
             erased = tl.sum(tl.load(w + at * K + keys, mask=inside, other=0.0).to(tl.float32)[:, None] * S, 0)
             update -= tl.load(u + at * K + keys, mask=inside, other=0.0).to(tl.float32)[:, None] * erased[None, :]
         S += update
