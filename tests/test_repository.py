@@ -15,7 +15,7 @@ from mutations import BUGS
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "foveal"
-BASE = {"call", "checks", "packing", "precision", "registry", "spec", "state"}
+BASE = {"call", "checks", "native", "packing", "precision", "registry", "spec", "state"}
 MAY_IMPORT = {
     "base": {"base"},
     "engines": {"base", "engines"},
@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "testing": {"base", "engines", "api", "layer", "testing"},
     "hf": {"base", "engines", "api", "hf"},
     "compare": {"base", "engines", "api", "hf", "compare"},
-    "cli": {"base", "engines", "api", "layer", "testing", "hf", "compare", "cli"},
+    "train": {"base", "api", "layer", "train"},
+    "cli": {"base", "engines", "api", "layer", "testing", "hf", "compare", "train", "cli"},
 }
 
 

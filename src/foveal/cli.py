@@ -20,6 +20,7 @@ import foveal
 from foveal import registry
 from foveal.compare.methods import DEFAULT
 from foveal.compare.runner import BUDGET, CONTINUATION, LENGTH, ROUNDS, check_sizes, entries
+from foveal.train import MQAR, Config, Recipe
 
 try:
     import typer
@@ -177,12 +178,7 @@ def prepare(
     check_sizes(length, CONTINUATION, rounds)
     names.parse(chosen, entries(budget, length))
     text, title = read(document)
-    if threads is not None:
-        import torch
-
-        if threads < 1:
-            raise ValueError(f"threads: has {threads}, expected at least 1")
-        torch.set_num_threads(threads)
+    set_threads(threads)
     from foveal import hf
 
     with err.status(f"Loading {model or DEMO_MODEL}"):
@@ -323,6 +319,76 @@ def check(file: Annotated[pathlib.Path, typer.Argument(help="A Python file with 
     out.print(f"{total - broken} of {total} laws hold", highlight=False)
     if broken:
         raise typer.Exit(FAILED)
+
+
+training = typer.Typer(no_args_is_help=True, help="Train small models on a generated task, to see what they can learn.")
+app.add_typer(training, name="train")
+
+
+@training.command()
+def mqar(
+    mechanism: Annotated[list[str], typer.Option(help="Key of a mechanism; repeat it to compare several.")],
+    settings: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE, for every mechanism that has it; may be repeated.")
+    ] = None,
+    pairs: Annotated[int, typer.Option(help="Pairs of a key and a value in a sequence.")] = MQAR.pairs,
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = MQAR.length,
+    vocab: Annotated[int, typer.Option(help="Number of different tokens.")] = MQAR.vocab,
+    dim: Annotated[int, typer.Option(help="Width of the model.")] = Config.dim,
+    heads: Annotated[int, typer.Option(help="Heads of each layer; K = V = dim / heads.")] = Config.heads,
+    layers: Annotated[int, typer.Option(help="Blocks of attention and MLP.")] = Config.layers,
+    conv: Annotated[int, typer.Option(help="Width of the short convolution; 0 is none.")] = Config.conv,
+    rope: Annotated[
+        float | None, typer.Option(help="Base of rotary positions, such as 10000.", show_default="none")
+    ] = Config.rope,
+    steps: Annotated[int, typer.Option(help="Most batches of each mechanism.")] = Recipe.steps,
+    batch: Annotated[int, typer.Option(help="Sequences of a batch.")] = Recipe.batch,
+    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = Recipe.lr,
+    target: Annotated[float, typer.Option(help="Held-out accuracy that ends the training.")] = Recipe.target,
+    seed: Annotated[int, typer.Option(help="Seed of weights and sequences.")] = Recipe.seed,
+    threads: Annotated[int | None, typer.Option(help="Threads of torch.", show_default="torch's choice")] = None,
+    out_file: Annotated[
+        pathlib.Path | None, typer.Option("--out", help="Write everything to this new JSON file.")
+    ] = None,
+) -> None:
+    """Recall: read pairs of a key and a value, then answer each key with its value.
+
+    Ctrl-C ends early and keeps the best so far.  Bad input ends with status 2.
+    """
+    from foveal.train import results, runner, table
+
+    with plain_errors():
+        if out_file is not None:
+            results.check_new(out_file)
+        task, config = MQAR(pairs, length, vocab), Config(dim, heads, layers, conv, rope)
+        recipe = Recipe(steps, batch, lr, seed, target=target)
+        specs = runner.configured(mechanism, settings or ())
+        set_threads(threads)
+        with table.progress(err, len(specs), steps) as update:
+            result = runner.run(task, specs, config, recipe, update)
+    table.show(result, out)
+    if out_file is not None:
+        with plain_errors():
+            results.write(result, out_file)
+        out.print(f"Wrote {out_file}", highlight=False, markup=False)
+    if result.interrupted:
+        stop("interrupted; kept the best so far", INTERRUPTED)
+    if any(outcome.problem for outcome in result.outcomes):
+        stop("some mechanisms failed, see the notes above", FAILED)
+
+
+def set_threads(threads: int | None) -> None:
+    """Let torch use this many threads.
+
+    Raises:
+        ValueError: if there is less than one.
+    """
+    import torch
+
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"threads: has {threads}, expected at least 1")
+        torch.set_num_threads(threads)
 
 
 def main() -> None:
