@@ -95,7 +95,7 @@ class DeltaProduct(Recurrence, name="delta_product"):
             terms = rule.terms(asks, keys, values, beta=beta, log_decay=log_decay)
         else:
             terms = DeltaRule(self.normalize_qk).terms(asks, keys, values, beta=beta)
-        return recur(terms).unflatten(2, (q.shape[2], self.steps))[..., -1, :]
+        return recur(terms)[:, :, self.steps - 1 :: self.steps]
 
     def definition(
         self,

@@ -21,10 +21,10 @@ class RWKV6(Recurrence, name="rwkv6"):
         o_t = \frac{1}{\sqrt{K}} \left(S_{t-1} + \mathrm{Diag}(u)\, k_t v_t^\top\right)^\top q_t, \qquad
         S_t = \mathrm{Diag}(w_t)\, S_{t-1} + k_t v_t^\top
 
-    with :math:`w_t = \exp(\texttt{log\_decay}_t)` per channel and the bonus u.  In the paper q is r, the receptance, and
-    there is no scale, so pass ``scale=1.0`` for its models.  The paper has :math:`w = \exp(-\exp(d))` of a projected d
-    and learns u freely; here u starts at 1, where the current token counts like any other.  Token shift, group norm and
-    gate belong to the layer.
+    with :math:`w_t = \exp(\texttt{log\_decay}_t)` per channel and the bonus u.  In the paper q is r, the receptance,
+    and there is no scale, so pass ``scale=1.0`` for its models.  The paper has :math:`w = \exp(-\exp(d))` of a
+    projected d and learns u freely; here u starts at 1, where the current token counts like any other.  Token shift,
+    group norm and gate belong to the layer.
     """
 
     aliases: ClassVar[tuple[str, ...]] = ("rwkv_6", "finch")

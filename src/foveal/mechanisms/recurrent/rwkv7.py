@@ -25,9 +25,9 @@ class RWKV7(Recurrence, name="rwkv7"):
 
     with :math:`w_t = \exp(\texttt{log\_decay}_t)`, the removal key :math:`\kappa` and the in-context learning rate a.
     The erasure reads the state before it has decayed.  The paper keeps w above :math:`\exp(-e^{-1/2}) = 0.545`; gates
-    below :math:`e^{-30}` count as :math:`e^{-30}`.  k is the paper's replacement key :math:`\tilde k`, q its receptance,
-    and there is no scale, so pass ``scale=1.0`` for its models.  The bonus of the current token comes after the group
-    norm and belongs, with token shift and gate, to the layer.
+    below :math:`e^{-30}` count as :math:`e^{-30}`.  k is the paper's replacement key :math:`\tilde k`, q its
+    receptance, and there is no scale, so pass ``scale=1.0`` for its models.  The bonus of the current token comes after
+    the group norm and belongs, with token shift and gate, to the layer.
     """
 
     aliases: ClassVar[tuple[str, ...]] = ("rwkv_7", "goose")
