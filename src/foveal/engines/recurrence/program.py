@@ -137,6 +137,23 @@ class Recur:
         asks = torch.arange(1, q.shape[2] + 1, device=q.device, dtype=dtype)[:, None]
         return asks.expand(*q.shape[:2], -1, 1), count
 
+    def running_max(self, x: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+        """m_t = max(m_{t-1} + log_decay_t, x_t, 0) and m_{t-1}, [B, H, T, 1] each; m goes on from call to call.
+
+        For scales that cancel: it has no gradient, padding leaves it, and float64 keeps its steps exact.
+        """
+        before = self.taken((*x.shape[:2], 1, 1), False)
+        x, fallen = x.detach().double().clamp(min=0), log_decay.detach().double().clamp(min=-1e6)
+        if self.call.padding is not None:
+            real = self.call.padding[:, None, :, None]
+            x, fallen = x.where(real, 0), fallen.where(real, 0)
+        fallen = fallen.cumsum(2)
+        start = x.new_zeros(*x.shape[:2], 1, 1) if before is None else before.matrix.detach().double()
+        peak = torch.cat((start, x - fallen), 2).cummax(2).values
+        m = torch.cat((start, peak[:, :, 1:] + fallen), 2)
+        self.after.append(RecurrentState(m[:, :, -1:]))
+        return m[:, :, 1:], m[:, :, :-1]
+
     def scaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Half of the factor each for q and k, so that q . k is the scaled score; for maps that bend it."""
         half = abs(self.scale) ** 0.5
