@@ -335,7 +335,8 @@ def mqar(
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = MQAR.length,
     vocab: Annotated[int, typer.Option(help="Number of different tokens.")] = MQAR.vocab,
     dim: Annotated[int, typer.Option(help="Width of the model.")] = Config.dim,
-    heads: Annotated[int, typer.Option(help="Heads of each layer; K = V = dim / heads.")] = Config.heads,
+    heads: Annotated[int, typer.Option(help="Heads of each layer.")] = Config.heads,
+    head_dim: Annotated[int, typer.Option(help="Width of a head, K = V.")] = Config.head_dim,
     layers: Annotated[int, typer.Option(help="Blocks of attention and MLP.")] = Config.layers,
     conv: Annotated[int, typer.Option(help="Width of the short convolution; 0 is none.")] = Config.conv,
     rope: Annotated[
@@ -360,7 +361,7 @@ def mqar(
     with plain_errors():
         if out_file is not None:
             results.check_new(out_file)
-        task, config = MQAR(pairs, length, vocab), Config(dim, heads, layers, conv, rope)
+        task, config = MQAR(pairs, length, vocab), Config(dim, heads, head_dim, layers, conv, rope)
         recipe = Recipe(steps, batch, lr, seed, target=target)
         specs = runner.configured(mechanism, settings or ())
         set_threads(threads)

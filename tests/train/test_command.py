@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from foveal import cli
 from foveal.train import Run, runner
 
-TINY = ["--pairs=2", "--length=8", "--vocab=10", "--dim=16", "--layers=1", "--steps=4", "--batch=4"]
+TINY = ["--pairs=2", "--length=8", "--vocab=10", "--dim=16", "--head-dim=16", "--layers=1", "--steps=4", "--batch=4"]
 
 
 @pytest.fixture(autouse=True)
@@ -79,8 +79,12 @@ MISTAKES = {
     "pairs": (["--mechanism", "linear", "--pairs", "0"], "pairs: has 0, expected an int >= 1"),
     "length": (["--mechanism", "linear", "--length", "5"], "length: has 5, expected an int >= 6"),
     "vocab": (["--mechanism", "linear", "--vocab", "5"], "vocab: has 5, expected an int >= 6"),
-    "dim": (["--mechanism", "linear", "--heads", "3"], "dim: has 16, expected a multiple of heads=3"),
-    "odd rope": (["--mechanism", "softmax", "--dim", "5", "--rope", "1e4"], "key_dim: has 5, expected an even width"),
+    "head width": (["--mechanism", "linear", "--head-dim", "0"], "head_dim: has 0, expected an int >= 1"),
+    "rope": (["--mechanism", "softmax", "--rope", "0"], "rope: has 0.0, expected a finite number > 1"),
+    "odd rope": (
+        ["--mechanism", "softmax", "--head-dim", "5", "--rope", "1e4"],
+        "head_dim: has 5, expected an even number",
+    ),
     "lr": (["--mechanism", "linear", "--lr", "0"], "lr: has 0.0, expected a finite number > 0"),
     "steps": (["--mechanism", "linear", "--steps", "-1"], "steps: has -1, expected an int >= 1"),
     "seed": (["--mechanism", "linear", "--seed", "-1"], "seed: has -1, expected an int >= 0"),

@@ -11,7 +11,7 @@ import foveal
 from foveal.train import MQAR, Config, Decoder, Recipe, Run, model, results, run, runner, train
 
 TASK = MQAR(pairs=2, length=8, vocab=10)
-CONFIG = Config(dim=16, heads=1, layers=1, conv=3)
+CONFIG = Config(dim=16, heads=1, head_dim=16, layers=1, conv=3)
 RECIPE = Recipe(steps=60, batch=16, lr=1e-2, every=20, held_out=64, target=2.0)
 
 
@@ -166,6 +166,17 @@ def test_gates_start_near_their_bound():
     assert torch.equal(bias, before.gates["beta"].bias), "a gate between two bounds is left alone"
 
 
+@pytest.mark.parametrize("mechanism", ["softmax", "delta_rule", "retention"])
+def test_attention_starts_equally_loud(mechanism):
+    torch.manual_seed(0)
+    network = Decoder(64, Config(layers=2), foveal.get(mechanism)())
+    x = network.embedding(torch.randint(64, (16, 64)))
+    for block in network.blocks:
+        added = block.attention(block.attention_norm(x))
+        assert 0.8 * model.HEARD < added.std() < 1.25 * model.HEARD
+        x = block(x)
+
+
 def test_every_causal_mechanism_can_be_trained_on():
     for name in foveal.list_mechanisms():
         if True in foveal.get(name).causal_modes:
@@ -178,7 +189,7 @@ def test_every_causal_mechanism_can_be_trained_on():
     ("make", "message"),
     [
         (lambda: Config(dim=0), "dim: has 0, expected an int >= 1"),
-        (lambda: Config(dim=10, heads=4), "dim: has 10, expected a multiple of heads=4"),
+        (lambda: Config(head_dim=5, rope=1e4), "head_dim: has 5, expected an even number"),
         (lambda: Config(conv=-1), "conv: has -1, expected an int >= 0"),
         (lambda: Recipe(steps=0), "steps: has 0, expected an int >= 1"),
         (lambda: Recipe(lr=math.nan), "lr: has nan, expected a finite number > 0"),

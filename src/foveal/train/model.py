@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from foveal.spec import Mechanism
 from foveal.train.task import require_int
 
 NEAR, FAR = 1e-3, 1e-1  # where one-sided gates start, as distances from their bound
+WORD, HEARD = 0.02, 0.3  # standard deviations at the start: of embeddings, and of what attention adds to them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Config:
 
     Args:
         dim: width of the hidden state.
-        heads: attention heads of each block; K = V = ``dim // heads``.
+        heads: attention heads of each block.
+        head_dim: K = V, width of a head.
         layers: number of blocks.
         conv: width of the short convolution over q, k and v; 0 is none.
         rope: base of rotary positions; None is none.
@@ -34,6 +37,7 @@ class Config:
 
     dim: int = 64
     heads: int = 1
+    head_dim: int = 32
     layers: int = 2
     conv: int = 4
     rope: float | None = None
@@ -41,16 +45,18 @@ class Config:
     tied: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("dim", "heads", "layers", "expansion"):
+        for name in ("dim", "heads", "head_dim", "layers", "expansion"):
             require_int(name, getattr(self, name), 1)
         require_int("conv", self.conv, 0)
-        if self.dim % self.heads:
-            raise ValueError(f"dim: has {self.dim}, expected a multiple of heads={self.heads}")
+        if self.rope is not None and not 1 < self.rope < math.inf:
+            raise ValueError(f"rope: has {self.rope}, expected a finite number > 1")
+        if self.rope is not None and self.head_dim % 2:
+            raise ValueError(f"head_dim: has {self.head_dim}, expected an even number beside rope")
 
     def state(self, mechanism: Mechanism, length: int) -> int:
         """Numbers that one head keeps for decoding after ``length`` tokens."""
-        width = self.dim // self.heads
-        return round(mechanism.cost.evaluate("state", mechanism.variables() | {"T": length, "K": width, "V": width}))
+        sizes = {"T": length, "K": self.head_dim, "V": self.head_dim}
+        return round(mechanism.cost.evaluate("state", mechanism.variables() | sizes))
 
 
 class Block(nn.Module):
@@ -60,7 +66,9 @@ class Block(nn.Module):
         super().__init__()
         dim, hidden = config.dim, config.dim * config.expansion
         self.attention_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.attention = AttentionLayer(dim, config.heads, mechanism, conv=config.conv, rope=config.rope)
+        self.attention = AttentionLayer(
+            dim, config.heads, mechanism, key_dim=config.head_dim, conv=config.conv, rope=config.rope
+        )
         self.mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,11 +96,12 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config, mechanism) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.dim)
         self.head = nn.Linear(config.dim, vocab, bias=False)
-        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.embedding.weight, std=WORD)
         if config.tied:
             self.head.weight = self.embedding.weight
         for block in self.blocks:
             remember(block.attention)  # type: ignore[arg-type]
+        self._balance(torch.randint(vocab, (8, 64)))
 
     def forward(self, tokens: Tensor, where: Tensor | None = None) -> Tensor:
         """The logits of what follows each token."""
@@ -101,6 +110,21 @@ class Decoder(nn.Module):
             x = block(x)
         logits: Tensor = self.head(self.norm(x if where is None else x[where]))
         return logits
+
+    @torch.no_grad()
+    def _balance(self, tokens: Tensor) -> None:
+        """Scale the output projections so that attention starts equally loud, whatever the mechanism.
+
+        Reads of unit keys come out sqrt(K) times smaller than a mean of values.  Left alone, the learning rate that
+        suits one mechanism leaves the other on the first plateau for hundreds of steps.
+        """
+        x: Any = self.embedding(tokens)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            loudness = block.attention(block.attention_norm(x), causal=True).std()
+            if 0 < loudness < math.inf:
+                block.attention.out.weight.mul_(HEARD / loudness)
+            x = block(x)
 
     @property
     def size(self) -> int:

@@ -43,9 +43,9 @@ class MQAR(Task, name="mqar"):
         "2312.04927", "Zoology: Measuring and Improving Recall in Efficient Language Models", "Arora et al.", 2023
     )
 
-    pairs: int = 8
+    pairs: int = 16
     length: int = 64
-    vocab: int = 64
+    vocab: int = 128
 
     def __post_init__(self) -> None:
         require_int("pairs", self.pairs, 1)

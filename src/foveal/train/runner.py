@@ -45,7 +45,7 @@ class Recipe:
         ValueError: naming the setting that is out of range.
     """
 
-    steps: int = 400
+    steps: int = 600
     batch: int = 32
     lr: float = 1e-2
     seed: int = 0
