@@ -6,12 +6,13 @@ No exponent above 0 is ever formed: decays enter as products of factors that are
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from foveal.call import Call, Result
 from foveal.precision import upcast
@@ -55,6 +56,8 @@ def run(spec: Scan, call: Call) -> Result:
     if write.numel() == 0:
         return Result(write, RecurrentState(start) if call.want_state else None)
     size = {"parallel": T, "recurrent": 1}.get(call.form or "", min(CHUNK, T))
+    if not torch.compiler.is_compiling() and "torch.utils.flop_counter" in sys.modules:
+        _countable()
     h: Tensor = scan(log_decay, write, start, size)
     return Result(h, RecurrentState(h[:, :, -1:]) if call.want_state else None)
 
@@ -108,6 +111,14 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
 scan.register_autograd(_backward, setup_context=_keep)
 
 
-@register_flop_formula(torch.ops.foveal.scan)
-def _flops(log_decay: Any, write: Any, start: Any, size: int, *args: Any, **kwargs: Any) -> int:
+@functools.cache
+def _countable() -> None:
+    """Tell torch's counter of operations about the scan; importing it loads Triton, so only who counts pays."""
+    from torch.utils.flop_counter import register_flop_formula
+
+    register_flop_formula(torch.ops.foveal.scan)(_count)
+
+
+def _count(log_decay: Any, write: Any, start: Any, size: int, *_: Any, **__: Any) -> int:
+    """Twice the multiply-adds: two in each round of doubling."""
     return int(2 * math.prod(write) * max(2 * (size - 1).bit_length(), 1))
