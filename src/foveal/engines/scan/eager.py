@@ -122,3 +122,7 @@ def _countable() -> None:
 def _count(log_decay: Any, write: Any, start: Any, size: int, *_: Any, **__: Any) -> int:
     """Twice the multiply-adds: two in each round of doubling."""
     return int(2 * math.prod(write) * max(2 * (size - 1).bit_length(), 1))
+
+
+if "torch.utils.flop_counter" in sys.modules:  # a counter takes its formulas when it is made, before the first scan
+    _countable()
