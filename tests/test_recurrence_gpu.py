@@ -14,6 +14,8 @@ import torch
 
 pytest.importorskip("triton")
 
+import foveal
+from foveal.call import Call
 from foveal.engines.recurrence import Terms, eager, gpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -164,10 +166,21 @@ def test_step_with_gradients():
 @interpreted
 def test_what_cannot_run_is_named():
     assert gpu.available() is None
-    terms, _ = make("head", "shared", 2, 8, 5)
-    assert gpu.why_not(terms) is None
-    assert "fp32" in gpu.why_not(terms.map(torch.Tensor.double))
-    assert "512" in gpu.why_not(dataclasses.replace(terms, value=torch.zeros(1, 1, 2, 513)))
+    q = torch.zeros(1, 1, 2, 8)
+    call = Call(q, q, q, 1.0)
+    assert gpu.why_not(call) is None
+    assert "float64" in gpu.why_not(Call(q.double(), q.double(), q.double(), 1.0))
+    assert "chunked" in gpu.why_not(call.replace(form="parallel"))
+    with pytest.raises(ValueError, match="512, not 513"):
+        gpu.kernel(Terms(q, q, torch.zeros(1, 1, 2, 513)), 1.0, None, None)
+
+
+@interpreted
+def test_attention_runs_on_the_kernels():
+    q, k, v = (torch.randn(1, 2, 20, 8) for _ in "qkv")
+    for form in (None, "recurrent"):
+        got = foveal.attention(q, k, v, "linear", backend="triton", form=form)
+        torch.testing.assert_close(got, foveal.attention(q, k, v, "linear", backend="torch"))
 
 
 @compiled

@@ -15,7 +15,7 @@ from mutations import BUGS
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "foveal"
-BASE = {"call", "checks", "native", "packing", "precision", "registry", "spec", "state"}
+BASE = {"call", "checks", "constant", "counting", "native", "packing", "precision", "registry", "spec", "state"}
 MAY_IMPORT = {
     "base": {"base"},
     "engines": {"base", "engines"},

@@ -43,7 +43,7 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         return importlib.import_module(f"foveal.{name}")
-    if not name.startswith("_"):
+    if name[:1].isupper():
         for cls in registry.classes("mechanism"):
             if cls.__name__ == name:
                 return cls

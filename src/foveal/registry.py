@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
 import pathlib
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,15 @@ FOLDERS = {"mechanism": "mechanisms", "policy": "policies"}
 _classes: dict[tuple[str, str], type[Spec]] = {}
 
 
+def _files(folder: str) -> dict[str, str]:
+    """Module by key for what the package ships, from file names alone."""
+    found = sorted((ROOT / folder).glob("*/[!_]*.py"))
+    return {path.stem: ".".join(("foveal", *path.relative_to(ROOT).with_suffix("").parts)) for path in found}
+
+
+_FILES = {kind: _files(folder) for kind, folder in FOLDERS.items()}
+
+
 def register(cls: type[Spec]) -> None:
     """Remember a class under its kind and key.
 
@@ -25,21 +33,14 @@ def register(cls: type[Spec]) -> None:
     known = _classes.get((cls.kind, cls.name))
     if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ValueError(f"{cls.kind} {cls.name!r} is already defined by {known.__module__}.{known.__qualname__}")
-    if known is None and cls.name in _files(cls.kind) and not cls.__module__.startswith("foveal."):
+    if known is None and cls.name in _FILES[cls.kind] and not cls.__module__.startswith("foveal."):
         raise ValueError(f"{cls.kind} {cls.name!r} is one of foveal's own; choose another name")
     _classes[cls.kind, cls.name] = cls
 
 
-@functools.cache
-def _files(kind: str) -> dict[str, str]:
-    """Module by key for what the package ships, from file names alone."""
-    found = sorted((ROOT / FOLDERS[kind]).glob("*/[!_]*.py"))
-    return {path.stem: ".".join(("foveal", *path.relative_to(ROOT).with_suffix("").parts)) for path in found}
-
-
 def names(kind: str) -> list[str]:
     """All keys of a kind, sorted: the package's own and those of third parties that are imported."""
-    return sorted(_files(kind) | {name: "" for k, name in _classes if k == kind})
+    return sorted(_FILES[kind] | {name: "" for k, name in _classes if k == kind})
 
 
 def get(key: str, kind: str = "mechanism") -> type[Any]:
@@ -51,8 +52,8 @@ def get(key: str, kind: str = "mechanism") -> type[Any]:
     if not isinstance(key, str):
         raise TypeError(f"{kind}: got {type(key).__name__}, expected a key such as {names(kind)[0]!r}")
     name = key.lower().replace("-", "_")
-    if (kind, name) not in _classes and name in _files(kind):
-        importlib.import_module(_files(kind)[name])
+    if (kind, name) not in _classes and name in _FILES[kind]:
+        importlib.import_module(_FILES[kind][name])
     if (kind, name) in _classes:
         return _classes[kind, name]
     every = {other: cls for cls in classes(kind) for other in (cls.name, *cls.aliases, cls.__name__.lower())}
@@ -65,7 +66,7 @@ def get(key: str, kind: str = "mechanism") -> type[Any]:
 
 def classes(kind: str) -> list[type[Spec]]:
     """Every class of a kind, imported, in the order of the keys."""
-    for module in _files(kind).values():
+    for module in _FILES[kind].values():
         importlib.import_module(module)
     return [_classes[kind, name] for name in names(kind)]
 

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from foveal.call import Backend, Call
-from foveal.engines.recurrence import eager
-from foveal.engines.recurrence.program import Recur, Terms, run
+from foveal.engines.recurrence import eager, native
+from foveal.engines.recurrence.program import Kernel, Recur, Terms, run
 from foveal.spec import Mechanism
 from foveal.state import ChainedState, RecurrentState, State
 
@@ -40,9 +40,14 @@ class Recurrence(Mechanism):
         return recur(self.terms(q, k, v, **inputs))
 
     def backends(self, call: Call) -> list[Backend]:
-        """The torch forms, which run every call without a log-sum-exp."""
+        """Compiled kernels for CPUs, Triton kernels for GPUs, and torch forms that run every call without lse."""
         why = "a recurrence has no log-sum-exp: its weights are no softmax" if call.want_lse else None
-        return [Backend("torch", functools.partial(run, self, eager.kernel), why)]
+        gpu, why_no_gpu = _gpu(call)
+        return [
+            Backend("native", functools.partial(run, self, native.kernel), why or native.why_not(call)),
+            Backend("triton", functools.partial(run, self, gpu), why or why_no_gpu),
+            Backend("torch", functools.partial(run, self, eager.kernel), why),
+        ]
 
     def check_state(self, state: State, call: Call, rows: int) -> None:
         """Refuse a state of another engine or of another batch; each recurrence compares its own shapes."""
@@ -57,3 +62,12 @@ class Recurrence(Mechanism):
                     f"matrix {tuple(tensor.shape)}",
                     f"[B, H, K, V] with {(rows, call.q.shape[1])} first",
                 )
+
+
+def _gpu(call: Call) -> tuple[Kernel, str | None]:
+    """The Triton kernels and why they cannot run a call; Triton is imported where a GPU or the caller asks for it."""
+    if call.q.device.type == "cpu" and call.backend != "triton":
+        return eager.kernel, "the Triton kernels run on GPUs, not on cpu"
+    from foveal.engines.recurrence import gpu
+
+    return gpu.kernel, gpu.available() or gpu.why_not(call)

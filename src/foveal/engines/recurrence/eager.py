@@ -10,7 +10,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from foveal.engines.recurrence.program import Terms, empty, ratio
+from foveal.engines.recurrence.program import Terms, with_columns
 from foveal.state import RecurrentState
 
 CHUNK = 64
@@ -19,26 +19,16 @@ FLOOR = -1e6  # exp of it is 0 in float64, yet sums of it stay finite where -inf
 
 
 def kernel(terms: Terms, scale: float, state: RecurrentState | None, form: str | None) -> tuple[Tensor, RecurrentState]:
-    """One recurrence in the form asked for, or the best one, the normaliser as one more value column."""
-    T = terms.read.shape[2]
-    if state is None:
-        state = empty(terms, (*terms.write.shape[:2], terms.write.shape[-1], terms.value.shape[-1]))
-    terms = dataclasses.replace(terms, read=terms.read * scale)
-    start = state.matrix.to(terms.value.dtype)
-    if terms.normalize:
-        assert state.normalizer is not None
-        terms = dataclasses.replace(terms, value=torch.cat((terms.value, torch.ones_like(terms.value[..., :1])), -1))
-        start = torch.cat((start, state.normalizer.to(start.dtype)[..., None]), -1)
+    """One recurrence in the form asked for, or the best one."""
     if terms.log_decay is not None:
         terms = dataclasses.replace(terms, log_decay=terms.log_decay.clamp(min=FLOOR))
+    T = terms.read.shape[2]
     form = form or ("recurrent" if T == 1 else "chunked")
-    if form == "recurrent":
-        output, last = scan(terms, start)
-    else:
-        output, last = chunks(terms, start, T if form == "parallel" else min(CHUNK, T))
-    if not terms.normalize:
-        return output, RecurrentState(last)
-    return ratio(output[..., :-1], output[..., -1:]), RecurrentState(last[..., :-1], last[..., -1])
+
+    def run(terms: Terms, start: Tensor) -> tuple[Tensor, Tensor]:
+        return scan(terms, start) if form == "recurrent" else chunks(terms, start, T if form == "parallel" else CHUNK)
+
+    return with_columns(run, terms, scale, state)
 
 
 def scan(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,6 +51,7 @@ def scan(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
 def chunks(terms: Terms, state: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """All chunks at once up to the state that enters each; the loop over chunks is one small product."""
     T = terms.read.shape[2]
+    size = min(size, T)
     rest = -T % size
     if rest:
         terms = terms.map(lambda x: torch.nn.functional.pad(x, (0, 0, 0, rest)))

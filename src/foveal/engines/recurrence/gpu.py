@@ -22,8 +22,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from foveal.engines.recurrence.program import Terms, with_columns
+
 if TYPE_CHECKING:
-    from foveal.engines.recurrence import Terms
+    from foveal.call import Call
+    from foveal.state import RecurrentState
 
 try:
     import triton
@@ -52,17 +55,29 @@ def available() -> str | None:
     return None
 
 
-def why_not(terms: Terms) -> str | None:
+def why_not(call: Call) -> str | None:
     """Why a call cannot run here, in one sentence; None if it can."""
-    letters = [terms.read, terms.write, terms.value, *(terms.erase or ())]
-    letters += [] if terms.log_decay is None else [terms.log_decay]
-    if any(x.dtype not in (torch.float32, torch.float16, torch.bfloat16) for x in letters):
-        return "the GPU kernels compute in fp32, and this call is in another precision than fp32, fp16 or bf16"
-    if not INTERPRETED and any(not x.is_cuda for x in letters):
-        return "the GPU kernels need every tensor on a GPU"
-    if max(terms.read.shape[-1], terms.value.shape[-1]) > WIDEST:
-        return f"the GPU kernels take keys and values of width up to {WIDEST}"
+    tensors = (call.q, call.k, call.v)
+    if any(x.dtype not in (torch.float32, torch.float16, torch.bfloat16) for x in tensors):
+        return "the Triton kernels compute in fp32, and this call is in float64"
+    if not INTERPRETED and any(not x.is_cuda for x in tensors):
+        return "the Triton kernels run on GPUs, not on cpu"
+    if call.form == "parallel":
+        return "the Triton kernels have the chunked and the recurrent form"
     return None
+
+
+def kernel(terms: Terms, scale: float, state: RecurrentState | None, form: str | None) -> tuple[Tensor, RecurrentState]:
+    """One recurrence in the form asked for, or the best one.
+
+    Raises:
+        ValueError: if keys or values are too wide to be held in registers.
+    """
+    width = max(terms.write.shape[-1], terms.value.shape[-1] + terms.normalize)
+    if width > WIDEST:
+        raise ValueError(f"backend: is 'triton', which takes states of width up to {WIDEST}, not {width}; use 'torch'")
+    steps = form == "recurrent" or (form is None and terms.read.shape[2] == 1)
+    return with_columns(step if steps else chunks, terms, scale, state)
 
 
 def chunks(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:

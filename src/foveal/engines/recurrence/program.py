@@ -173,6 +173,27 @@ def run(spec: Recurrence, kernel: Kernel, call: Call) -> Result:
     return Result(output, recur.state() if call.want_state else None)
 
 
+def with_columns(
+    recurrence: Callable[[Terms, Tensor], tuple[Tensor, Tensor]],
+    terms: Terms,
+    scale: float,
+    state: RecurrentState | None,
+) -> tuple[Tensor, RecurrentState]:
+    """A recurrence that knows neither scale nor normaliser: the latter becomes one more value column."""
+    if state is None:
+        state = empty(terms, (*terms.write.shape[:2], terms.write.shape[-1], terms.value.shape[-1]))
+    terms = dataclasses.replace(terms, read=terms.read * scale)
+    start = state.matrix.to(terms.value.dtype)
+    if not terms.normalize:
+        output, last = recurrence(terms, start)
+        return output, RecurrentState(last)
+    assert state.normalizer is not None
+    ones = torch.ones_like(terms.value[..., :1])
+    start = torch.cat((start, state.normalizer.to(start.dtype)[..., None]), -1)
+    output, last = recurrence(dataclasses.replace(terms, value=torch.cat((terms.value, ones), -1)), start)
+    return ratio(output[..., :-1], output[..., -1:]), RecurrentState(last[..., :-1], last[..., -1])
+
+
 def everything(terms: Terms, scale: float) -> tuple[Tensor, RecurrentState]:
     """Every query reads what all keys wrote: two products, no order, no decay."""
     assert terms.log_decay is None, "a decay needs an order"

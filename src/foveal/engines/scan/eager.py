@@ -6,14 +6,12 @@ No exponent above 0 is ever formed: decays enter as products of factors that are
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from foveal import counting
 from foveal.call import Call, Result
 from foveal.precision import upcast
 from foveal.state import RecurrentState
@@ -56,8 +54,7 @@ def run(spec: Scan, call: Call) -> Result:
     if write.numel() == 0:
         return Result(write, RecurrentState(start) if call.want_state else None)
     size = {"parallel": T, "recurrent": 1}.get(call.form or "", min(CHUNK, T))
-    if not torch.compiler.is_compiling() and "torch.utils.flop_counter" in sys.modules:
-        _countable()
+    counting.counted()
     h: Tensor = scan(log_decay, write, start, size)
     return Result(h, RecurrentState(h[:, :, -1:]) if call.want_state else None)
 
@@ -111,18 +108,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
 scan.register_autograd(_backward, setup_context=_keep)
 
 
-@functools.cache
-def _countable() -> None:
-    """Tell torch's counter of operations about the scan; importing it loads Triton, so only who counts pays."""
-    from torch.utils.flop_counter import register_flop_formula
-
-    register_flop_formula(torch.ops.foveal.scan)(_count)
-
-
-def _count(log_decay: Any, write: Any, start: Any, size: int, *_: Any, **__: Any) -> int:
+def _flops(log_decay: Tensor, write: Tensor, start: Tensor, size: int) -> int:
     """Twice the multiply-adds: two in each round of doubling."""
-    return int(2 * math.prod(write) * max(2 * (size - 1).bit_length(), 1))
+    return int(2 * write.numel() * max(2 * (size - 1).bit_length(), 1))
 
 
-if "torch.utils.flop_counter" in sys.modules:  # a counter takes its formulas when it is made, before the first scan
-    _countable()
+counting.count(torch.ops.foveal.scan, _flops)

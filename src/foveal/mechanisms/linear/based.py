@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import Counter
@@ -12,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from foveal.constant import constant
 from foveal.engines.recurrence import Recur, Recurrence, Terms
 from foveal.spec import Cost, Limit, Paper
 
@@ -72,14 +72,8 @@ def power(x: Tensor, order: int) -> Tensor:
     return product
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def monomials(width: int, order: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """See :func:`listed`; a constant when compiled."""
-    return listed(width, order)
-
-
-@functools.lru_cache(maxsize=16)
-def listed(width: int, order: int) -> tuple[tuple[Tensor, ...], Tensor]:
     """The channels that each monomial multiplies, one index [n] per factor, and the weights [n]."""
     chosen = list(itertools.combinations_with_replacement(range(width), order))
     weights = [math.prod(math.factorial(times) for times in Counter(one).values()) ** -0.5 for one in chosen]

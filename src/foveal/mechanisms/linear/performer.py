@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from foveal.constant import constant
 from foveal.engines.recurrence import Recur, Recurrence, Terms
 from foveal.mechanisms.linear.linear_log_normal import exponential
 from foveal.spec import Cost, Paper
@@ -84,14 +84,8 @@ class Performer(Recurrence, name="performer"):
         return weight / weight.sum(-1, keepdim=True) @ v
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def gaussian(rows: int, width: int, seed: int, orthogonal: bool) -> Tensor:
-    """The same rows for the same arguments, see :func:`drawn_rows`; a constant when compiled."""
-    return drawn_rows(rows, width, seed, orthogonal)
-
-
-@functools.lru_cache(maxsize=16)
-def drawn_rows(rows: int, width: int, seed: int, orthogonal: bool) -> Tensor:
     """Standard normal rows [rows, width], float64; if orthogonal, blocks of ``width`` rows are at right angles."""
     generator = torch.Generator().manual_seed(seed)
 
