@@ -108,7 +108,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
 scan.register_autograd(_backward, setup_context=_keep)
 
 
-def _flops(log_decay: Tensor, write: Tensor, start: Tensor, size: int) -> int:
+def _flops(log_decay: Tensor, write: Tensor, start: Tensor, size: int, **_: Any) -> int:
     """Twice the multiply-adds: two in each round of doubling."""
     return int(2 * write.numel() * max(2 * (size - 1).bit_length(), 1))
 
