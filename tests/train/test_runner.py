@@ -208,9 +208,10 @@ def test_mistakes_are_named(make, message):
 
 @pytest.mark.slow
 def test_the_delta_rule_recalls_what_linear_attention_blurs():
-    """At the same width of the state; linear attention gets the same batches, and stays near guessing."""
-    task, config = MQAR(pairs=4, length=16, vocab=32), Config(dim=32, heads=1, layers=1)
-    recipe = Recipe(steps=400, batch=32, lr=1e-2, target=0.99)
+    """Eight pairs in a state 16 wide: linear attention gets the same batches and twice the steps."""
+    task = MQAR(pairs=8, length=24, vocab=32)
+    config, recipe = Config(dim=32, head_dim=16, layers=1), Recipe(steps=400, target=0.99)
     delta, linear = run(task, ["delta_rule", "linear"], config, recipe).outcomes
-    assert delta.accuracy > 0.95
-    assert linear.accuracy < delta.accuracy - 0.3
+    assert delta.accuracy > 0.97
+    assert linear.accuracy < 0.88
+    assert linear.state >= delta.state

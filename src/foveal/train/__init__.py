@@ -1,6 +1,6 @@
 """Train small models on generated tasks, to see what a mechanism can learn.
 
->>> task = foveal.train.MQAR(pairs=16)
+>>> task = foveal.train.MQAR(pairs=20)
 >>> result = foveal.train.run(task, ["softmax", "delta_rule", "linear"])
 >>> [(outcome.mechanism, outcome.accuracy) for outcome in result.outcomes]
 

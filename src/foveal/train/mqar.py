@@ -43,7 +43,7 @@ class MQAR(Task, name="mqar"):
         "2312.04927", "Zoology: Measuring and Improving Recall in Efficient Language Models", "Arora et al.", 2023
     )
 
-    pairs: int = 16
+    pairs: int = 20
     length: int = 64
     vocab: int = 128
 
