@@ -19,7 +19,7 @@ def nearest(k: Tensor, codebook: Tensor) -> Tensor:
 
 
 def commitment_loss(k: Tensor, codebook: Tensor) -> Tensor:
-    """Mean squared distance of the keys [B, H, T, K] to their codes, held fixed; the paper adds 1e-4 of it to the loss."""
+    """Mean squared distance of the keys [B, H, T, K] to their codes, held fixed; the paper weighs it by 1e-4."""
     distance = torch.cdist(k, codebook.detach().expand(len(k), -1, -1, -1))
     return distance.amin(-1).square().mean()
 
