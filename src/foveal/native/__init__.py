@@ -6,6 +6,7 @@ The library links to nothing but the C library.  torch's own threads are handed 
 
 from __future__ import annotations
 
+import array
 import ctypes
 import pathlib
 import sysconfig
@@ -91,6 +92,7 @@ def recurrence(words: list[int], scale: float, what: int) -> None:
         MemoryError: if there is no room for its working memory.
     """
     assert LIBRARY is not None
-    failed = LIBRARY.foveal_recurrence((ctypes.c_int64 * len(words))(*words), scale, what, torch.get_num_threads())
+    flat = array.array("q", words)
+    failed = LIBRARY.foveal_recurrence(flat.buffer_info()[0], scale, what, torch.get_num_threads())
     if failed:
         raise MemoryError("foveal: no memory for the working space of the recurrence kernel")

@@ -26,7 +26,7 @@ struct Reader {
     }
 };
 
-void parse(const int64_t* words, double scale, Sizes& z, Arguments& x) {
+void parse(const int64_t* words, double scale, int64_t what, Sizes& z, Arguments& x) {
     Reader in{words};
     z.B = in.number();
     z.H = in.number();
@@ -47,9 +47,12 @@ void parse(const int64_t* words, double scale, Sizes& z, Arguments& x) {
     x.output = in.view();
     x.last_state = in.pointer<float>();
     x.last_normalizer = in.pointer<float>();
+    x.entering = x.written = x.weight = nullptr;
+    if (what == STEP) return;
     x.entering = in.pointer<float>();
     x.written = in.pointer<float>();
     x.weight = in.pointer<float>();
+    if (what == FORWARD) return;
     View* more[] = {&x.grad_output, &x.grad_read, &x.grad_write, &x.grad_value, &x.grad_decay, &x.grad_u, &x.grad_w};
     for (View* v : more) *v = in.view();
     x.grad_last_state = in.pointer<float>();
@@ -97,7 +100,7 @@ int over_heads(const Sizes& z, const Arguments& x, const Threads& threads, bool 
 extern "C" int JOIN(foveal_recurrence_, ISA)(const int64_t* words, double scale, int64_t what, const Threads* threads) {
     Sizes z;
     Arguments x;
-    parse(words, scale, z, x);
+    parse(words, scale, what, z, x);
     switch (what) {
         case FORWARD: return over_heads<Forward>(z, x, *threads, false);
         case BACKWARD: return over_heads<Backward>(z, x, *threads, false);

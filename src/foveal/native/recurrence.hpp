@@ -737,7 +737,7 @@ struct Backward {
 
 // For a handful of tokens: the formula itself, the state read and written once per token.
 struct Steps {
-    float *r, *p, *d, *u, *w, *v, *erased, *o;
+    float *r, *p, *d, *u, *w, *v, *o;
 
     Steps(Cursor& c, const Sizes& z) {
         r = c.take(z.Kp);
@@ -746,7 +746,6 @@ struct Steps {
         u = c.take(z.Kp);
         w = c.take(z.Kp);
         v = c.take(z.Vp);
-        erased = c.take(z.Vp);
         o = c.take(z.Vp);
     }
 
@@ -778,38 +777,21 @@ struct Steps {
         if (z.erase != KEEP) {
             fetch(x.erase_w, at, K, 1.0f, w, z.Kp);
             if (z.erase == OTHER) fetch(x.erase_u, at, K, 1.0f, u, z.Kp);
-            memset(erased, 0, z.Vp * 4);
-            if (before)
-                for (long k = 0; k < K; k++) axpy(erased, before + k * V, w[k] * d[k], V);
+            for (long k = 0; k < K; k++) w[k] *= d[k];
         }
         const float* along = z.erase == OTHER ? u : p;
-        memset(o, 0, z.Vp * 4);
-        for (long k = 0; k < K; k++) {
-            const float keep = d[k], add = p[k], take = z.erase == KEEP ? 0 : along[k], meet = r[k];
-            float* now = state + k * V;
-            const float* old = before ? before + k * V : nullptr;
-            long j = 0;
-            for (; j + LANES <= V; j += LANES) {
-                Vec s = load(v + j) * splat(add);
-                if (old) s += load(old + j) * splat(keep);
-                if (z.erase != KEEP) s -= load(erased + j) * splat(take);
-                store(now + j, s);
-                store(o + j, load(o + j) + s * splat(meet));
-            }
-            for (; j < V; j++) {
-                float s = v[j] * add + (old ? old[j] * keep : 0);
-                if (z.erase != KEEP) s -= erased[j] * take;
-                now[j] = s;
-                o[j] += s * meet;
-            }
-        }
+        const float* taken = z.erase != KEEP && before ? w : nullptr;
+        long j = 0;
+        for (; j + 4 * LANES <= V; j += 4 * LANES) columns<4>(K, V, j, before, state, taken, along);
+        for (; j + LANES <= V; j += LANES) columns<1>(K, V, j, before, state, taken, along);
+        for (; j < V; j++) column(K, V, j, before, state, taken, along);
         if (z.normalize) {
-            float weight = 0, taken = 0;
+            float weight = 0, erased = 0;
             if (z.erase != KEEP && weights_before)
-                for (long k = 0; k < K; k++) taken += w[k] * d[k] * weights_before[k];
+                for (long k = 0; k < K; k++) erased += w[k] * weights_before[k];
             for (long k = 0; k < K; k++) {
                 const float old = weights_before ? weights_before[k] * d[k] : 0;
-                weights[k] = old + p[k] - (z.erase == KEEP ? 0 : along[k] * taken);
+                weights[k] = old + p[k] - (z.erase == KEEP ? 0 : along[k] * erased);
                 weight += weights[k] * r[k];
             }
             if (x.weight) x.weight[head * z.T + at.first] = weight;
@@ -819,10 +801,41 @@ struct Steps {
         put(x.output, at, V, o, z.Vp);
     }
 
-    static void axpy(float* to, const float* x, float factor, long n) {
-        long j = 0;
-        for (; j + LANES <= n; j += LANES) store(to + j, load(to + j) + load(x + j) * splat(factor));
-        for (; j < n; j++) to[j] += x[j] * factor;
+    // some columns of the state, one pass over its rows, two with an erasure; w is decayed already
+    template <int VECS>
+    void columns(long K, long V, long j, const float* before, float* now, const float* erase, const float* along) {
+        Vec erased[VECS] = {}, read[VECS] = {}, value[VECS];
+        UNROLL for (int i = 0; i < VECS; i++) value[i] = load(v + j + i * LANES);
+        if (erase)
+            for (long k = 0; k < K; k++) {
+                const Vec gain = splat(erase[k]);
+                UNROLL for (int i = 0; i < VECS; i++) erased[i] += gain * load(before + k * V + j + i * LANES);
+            }
+        for (long k = 0; k < K; k++) {
+            const Vec keep = splat(d[k]), add = splat(p[k]), take = splat(erase ? along[k] : 0.0f), meet = splat(r[k]);
+            UNROLL for (int i = 0; i < VECS; i++) {
+                const long at = k * V + j + i * LANES;
+                Vec s = add * value[i];
+                if (before) s += keep * load(before + at);
+                if (erase) s -= take * erased[i];
+                store(now + at, s);
+                read[i] += meet * s;
+            }
+        }
+        UNROLL for (int i = 0; i < VECS; i++) store(o + j + i * LANES, read[i]);
+    }
+
+    void column(long K, long V, long j, const float* before, float* now, const float* erase, const float* along) {
+        float erased = 0, read = 0;
+        if (erase)
+            for (long k = 0; k < K; k++) erased += erase[k] * before[k * V + j];
+        for (long k = 0; k < K; k++) {
+            float s = p[k] * v[j] + (before ? d[k] * before[k * V + j] : 0);
+            if (erase) s -= along[k] * erased;
+            now[k * V + j] = s;
+            read += r[k] * s;
+        }
+        o[j] = read;
     }
 };
 

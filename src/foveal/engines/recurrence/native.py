@@ -51,19 +51,12 @@ def kernel(terms: Terms, scale: float, state: RecurrentState | None, form: str |
     )  # fmt: skip
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     steps = form == "recurrent" or (form is None and terms.read.shape[2] <= STEPS)
-    run: Any = torch.ops.foveal.recurrence
     watched = counting.counted()
+    run: Any = torch.ops.foveal.recurrence
     if steps and not (save or watched or torch.compiler.is_compiling()):
-        run = _forward  # a decode step is all overhead: past the dispatcher
+        run = _step  # a decode step is all overhead: past the dispatcher
     output, last, last_normalizer, *_ = run(*inputs, scale, terms.normalize, steps, save)
     return output, RecurrentState(last, last_normalizer if terms.normalize else None)
-
-
-def _shape(read: Tensor, value: Tensor, log_decay: Tensor | None, u: Tensor | None, w: Tensor | None) -> list[int]:
-    """Sizes and kinds as the kernel takes them."""
-    decay = 0 if log_decay is None else 1 if log_decay.shape[-1] == 1 else 2
-    erase = 0 if w is None else 1 if u is None else 2
-    return [*read.shape, value.shape[-1], decay, erase]
 
 
 def _forward(
@@ -81,17 +74,62 @@ def _forward(
     save: bool,
 ) -> tuple[Tensor, ...]:
     outputs = _empty(read, write, value, log_decay, u, w, state, normalizer, scale, normalize, steps, save)
-    output, last, last_normalizer, entering, written, weight = outputs
-    state, normalizer = (None if x is None else x.contiguous() for x in (state, normalizer))
-    words = [*_shape(read, value, log_decay, u, w), int(normalize)]
-    for x in (read, write, value, log_decay, u, w):
-        words += native.view(x)
-    words += [native.address(state), native.address(normalizer), *native.view(output)]
-    words += [native.address(x) for x in (last, last_normalizer, entering, written, weight)]
-    words += [0] * (7 * 6 + 4)
     # what a backward pass needs is made chunk by chunk, so steps that save anything run as chunks
-    native.recurrence(words, scale, STEP if steps and not save else FORWARD)
+    what = STEP if steps and not save else FORWARD
+    _run(what, (read, write, value, log_decay, u, w), state, normalizer, scale, normalize, *outputs)
     return outputs
+
+
+def _step(
+    read: Tensor,
+    write: Tensor,
+    value: Tensor,
+    log_decay: Tensor | None,
+    u: Tensor | None,
+    w: Tensor | None,
+    state: Tensor | None,
+    normalizer: Tensor | None,
+    scale: float,
+    normalize: bool,
+    *_: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The forward pass without gradients, with no more overhead than the outputs' memory and one call."""
+    B, H, T, K = read.shape
+    output = torch.empty((B, H, T, value.shape[-1]), dtype=torch.float32)
+    last = torch.empty((B, H, K, value.shape[-1]), dtype=torch.float32)
+    last_normalizer = torch.empty((B, H, K), dtype=torch.float32) if normalize else None
+    letters = (read, write, value, log_decay, u, w)
+    _run(STEP, letters, state, normalizer, scale, normalize, output, last, last_normalizer)
+    return output, last, last_normalizer
+
+
+def _run(
+    what: int,
+    letters: tuple[Tensor | None, ...],
+    state: Tensor | None,
+    normalizer: Tensor | None,
+    scale: float,
+    normalize: bool,
+    output: Tensor,
+    *outputs: Tensor | None,
+) -> None:
+    state, normalizer = (x if x is None else x.contiguous() for x in (state, normalizer))
+    words = _sizes(letters, normalize)
+    words += native.address(state), native.address(normalizer), *native.view(output)
+    words += map(native.address, outputs)
+    native.recurrence(words, scale, what)
+
+
+def _sizes(letters: tuple[Tensor | None, ...], normalize: bool) -> list[int]:
+    """Sizes, kinds and letters, as every call of the kernel begins."""
+    read, _, value, log_decay, u, w = letters
+    assert read is not None
+    assert value is not None
+    decay = 0 if log_decay is None else 1 if log_decay.shape[-1] == 1 else 2
+    words = [*read.shape, value.shape[-1], decay, 0 if w is None else 1 if u is None else 2, int(normalize)]
+    for x in letters:
+        words += native.view(x)
+    return words
 
 
 def _empty(
@@ -144,19 +182,17 @@ def _backward(
     scale: float,
     normalize: bool,
 ) -> tuple[Tensor, ...]:
-    inputs = (read, write, value, log_decay, u, w)
-    grads = _empty_grads(*inputs, state, normalizer)
+    letters = (read, write, value, log_decay, u, w)
+    grads = _empty_grads(*letters, state, normalizer)
     *rows, grad_state, grad_normalizer = grads
-    grad_last, grad_last_normalizer = (None if x is None else x.contiguous() for x in (grad_last, grad_last_normalizer))
-    words = [*_shape(read, value, log_decay, u, w), int(normalize)]
-    for x in inputs:
-        words += native.view(x)
-    words += [0, 0, *native.view(output), 0, 0]
-    words += [native.address(x) for x in (entering, written, weight)]
+    grad_last, grad_last_normalizer = (x if x is None else x.contiguous() for x in (grad_last, grad_last_normalizer))
+    words = _sizes(letters, normalize)
+    words += 0, 0, *native.view(output), 0, 0
+    words += map(native.address, (entering, written, weight))
     words += native.view(grad_output)
-    for x, grad in zip(inputs, rows, strict=True):
-        words += native.NOTHING if x is None else native.view(grad)
-    words += [native.address(x) for x in (grad_last, grad_last_normalizer, grad_state, grad_normalizer)]
+    for x, grad in zip(letters, rows, strict=True):
+        words += native.view(None if x is None else grad)
+    words += map(native.address, (grad_last, grad_last_normalizer, grad_state, grad_normalizer))
     native.recurrence(words, scale, BACKWARD)
     return grads
 
