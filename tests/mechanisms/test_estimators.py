@@ -8,6 +8,7 @@ import torch
 import foveal
 from foveal import attention
 from foveal.mechanisms.linear.transformer_vq import commitment_loss
+from test_oracles import fla
 
 close = torch.testing.assert_close
 
@@ -107,3 +108,141 @@ def test_commitment_pulls_keys_to_their_codes():
     loss.backward()
     close(k.grad.flatten(), torch.tensor([0.25, 1.0]))
     assert codebook.grad is None
+
+
+# Local linear attention
+
+
+def regressed(q, k, v, ridge, weight):
+    """The prediction at q [K] of ridge regression with a free intercept, by least squares on scaled rows."""
+    n, K = k.shape
+    root = (weight / weight.sum()).sqrt()[:, None]
+    rows = torch.cat(
+        (root * torch.cat((torch.ones(n, 1, dtype=k.dtype), k), 1), torch.eye(K + 1, dtype=k.dtype)[1:] * ridge**0.5)
+    )
+    fit = torch.linalg.lstsq(rows, torch.cat((root * v, v.new_zeros(K, v.shape[1]))), driver="gelsd").solution
+    return fit[0] + q @ fit[1:]
+
+
+FORMS = ["parallel", "chunked"]
+
+
+def penalty(value, H=2):
+    return torch.full((H,), value, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_line_through_two_points_by_hand(form):
+    # equal weights: mean 1/2, variance of the keys and covariance 1/4, so the slope is (1/4) / (1/4 + ridge)
+    k, q = torch.tensor([0.0, 1.0])[None, None, :, None], torch.full((1, 1, 2, 1), 3.0)
+    for ridge, want in ((0.25, 0.5 + 0.5 * 2.5), (2.25, 0.5 + 0.1 * 2.5), (1e-6, 3.0)):
+        got = attention(q, k, k, "local_linear", scale=0.0, causal=False, form=form, ridge=torch.tensor([ridge]))
+        close(got.flatten(), torch.full((2,), want), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_local_linear_is_weighted_ridge_regression(form):
+    q, k, v = qkv(T=14)
+    got = attention(q, k, v, "local_linear", form=form, ridge=penalty(0.3))
+    for h in range(2):
+        for t in range(14):
+            weight = (k[0, h, : t + 1] @ q[0, h, t] / 6**0.5).exp()
+            close(got[0, h, t], regressed(q[0, h, t], k[0, h, : t + 1], v[0, h, : t + 1], 0.3, weight))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_very_wide_kernel_is_ordinary_regression(form):
+    q, k, v = qkv(T=30)
+    got = attention(q, k, v, "local_linear", causal=False, scale=1e-12, form=form, ridge=penalty(1e-6))
+    for h in range(2):
+        design = torch.cat((torch.ones(30, 1, dtype=k.dtype), k[0, h]), 1)
+        fit = torch.linalg.lstsq(design, v[0, h]).solution
+        close(got[0, h], fit[0] + q[0, h] @ fit[1:], rtol=1e-5, atol=1e-5)  # the ridge, not the solver, is seen
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_large_ridge_is_softmax(form, causal):
+    q, k, v = qkv()
+    got = attention(q, k, v, "local_linear", form=form, causal=causal, ridge=penalty(1e12))
+    close(got, attention(q, k, v, causal=causal))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_affine_values_are_reproduced_where_the_query_stands(form):
+    q, k, _ = qkv(T=40)
+    A, c = draw(6, 3, seed=7), draw(3, seed=8)
+    got = attention(q, k, k @ A + c, "local_linear", form=form, ridge=penalty(1e-6))[:, :, 15:]
+    error = (got - (q @ A + c)[:, :, 15:]).abs().max()
+    assert error < 1e-3
+    tenth = attention(q, k, k @ A + c, "local_linear", form=form, ridge=penalty(1e-5))[:, :, 15:]
+    assert (tenth - (q @ A + c)[:, :, 15:]).abs().max() / error == pytest.approx(10, rel=0.01)  # the ridge is all of it
+    assert (attention(q, k, k @ A + c)[:, :, 15:] - (q @ A + c)[:, :, 15:]).abs().max() > 1
+
+
+def test_weights_sum_to_one_and_extrapolate():
+    q, k, v = qkv()
+    for spec in (foveal.LocalLinear(), foveal.LocalLinear(iterations=1), foveal.LocalLinear(tolerance=0.5)):
+        weights = attention(q, k, v, spec, return_weights=True, ridge=penalty(0.1)).weights
+        close(weights.sum(-1), torch.ones(1, 2, 24, dtype=torch.float64))
+        assert weights.min() < 0
+
+
+def test_conjugate_gradients_equal_direct_solves_over_tiles():
+    """Longer than a tile of queries, so backward computes tiles again; grouped heads, padding, a ridge per head."""
+    x = [draw(2, 4, 300, 6, seed=1), draw(2, 2, 300, 6, seed=2), draw(2, 2, 300, 3, seed=3)]
+    x = [y.requires_grad_() for y in (*x, torch.tensor([0.05, 0.5, 2.0, 9.0], dtype=torch.float64))]
+    mask, found = torch.arange(300).expand(2, 300) >= torch.tensor([[0], [37]]), {}
+    for form in FORMS:
+        out = attention(*x[:3], "local_linear", mask=mask, form=form, ridge=x[3])
+        found[form] = (out, *torch.autograd.grad(out.square().sum(), x))
+    for direct, iterated in zip(*found.values(), strict=True):
+        close(iterated, direct)
+
+
+def test_more_iterations_come_closer_and_k_of_them_arrive():
+    q, k, v = qkv(T=40)
+    exact = attention(q, k, v, "local_linear", form="parallel", ridge=penalty(0.1))
+    errors = []
+    for n in range(1, 7):
+        got = attention(q, k, v, foveal.LocalLinear(iterations=n), form="chunked", ridge=penalty(0.1))
+        errors.append((got - exact).norm().item())
+    assert errors == sorted(errors, reverse=True)
+    assert errors[5] < 1e-10 < errors[4]  # K = 6
+    loose = attention(q, k, v, foveal.LocalLinear(tolerance=0.3), form="chunked", ridge=penalty(0.1))
+    assert errors[5] < (loose - exact).norm() < errors[2]
+
+
+def test_local_linear_refuses_what_it_cannot_give():
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match=r"local_linear: no backend.*log-sum-exp"):
+        attention(q, k, v, "local_linear", return_lse=True)
+    with pytest.raises(ValueError, match=r"tolerance has 1\.0"):
+        foveal.LocalLinear(tolerance=1.0)
+    with pytest.raises(ValueError, match="iterations has 0"):
+        foveal.LocalLinear(iterations=0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_local_linear_can_be_differentiated_twice(form):
+    x = (draw(1, 4, 7, 3, seed=1), draw(1, 2, 7, 3, seed=2), draw(1, 2, 7, 2, seed=3), penalty(0.4, 4))
+
+    def run(q, k, v, ridge):
+        return attention(q, k, v, "local_linear", form=form, ridge=ridge)
+
+    assert torch.autograd.gradgradcheck(run, tuple(y.requires_grad_() for y in x))
+
+
+def test_local_linear_reads_as_fla_s_parallax_with_the_solved_slope():
+    """Parallax takes as an input what the regression solves for, with the opposite sign."""
+    q, k, v = qkv(T=20, V=6)
+    r = torch.zeros_like(q)
+    for h in range(2):
+        for t in range(20):
+            keys = k[0, h, : t + 1]
+            p = (keys @ q[0, h, t] / 6**0.5).softmax(0)
+            mean = p @ keys
+            matrix = (keys - mean).T @ (p[:, None] * (keys - mean)) + 0.5 * torch.eye(6, dtype=k.dtype)
+            r[0, h, t] = -torch.linalg.solve(matrix, q[0, h, t] - mean)
+    want = fla("parallax").naive_parallax(*(x.transpose(1, 2).float() for x in (q, r, k, v))).transpose(1, 2)
+    close(attention(q, k, v, "local_linear", ridge=penalty(0.5)).float(), want, rtol=1e-4, atol=1e-5)
