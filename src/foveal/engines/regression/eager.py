@@ -31,18 +31,20 @@ if TYPE_CHECKING:
 
 def conjugate_gradients(apply: Callable[[Tensor], Tensor], target: Tensor, iterations: int, tolerance: float) -> Tensor:
     """Solve apply(x) = target row by row, where ``apply`` is symmetric and positive definite on the last axis."""
-    x, r = torch.zeros_like(target), target
+    size = target.abs().amax(-1, keepdim=True)  # squares of small numbers would underflow
+    x, r = torch.zeros_like(target), ratio(target, size)
     d, left = r, r.square().sum(-1, keepdim=True)
     enough = tolerance**2 * left
     for _ in range(iterations):
-        if not torch.compiler.is_compiling() and bool((left <= enough).all()):
+        done = left <= enough  # going on would divide rounding errors by each other
+        if not torch.compiler.is_compiling() and bool(done.all()):
             break
         moved = apply(d)
-        step = ratio(left, (d * moved).sum(-1, keepdim=True))
+        step = ratio(left, (d * moved).sum(-1, keepdim=True)).masked_fill(done, 0.0)
         x, r = x + step * d, r - step * moved
         now = r.square().sum(-1, keepdim=True)
-        d, left = r + ratio(now, left) * d, now
-    return x
+        d, left = torch.where(done, d, r + ratio(now, left) * d), now
+    return x * size
 
 
 def spread(x: Tensor, weight: Tensor, k: Tensor, mean: Tensor, ridge: Tensor) -> Tensor:
