@@ -8,14 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from foveal.engines.recurrence import Recur, Recurrence, Terms
+from foveal.engines.recurrence import Recur, Terms
 from foveal.engines.recurrence.program import ratio
-from foveal.mechanisms.linear.hla import steady
-from foveal.spec import Cost, Paper
+from foveal.mechanisms.linear.hla import HLA, steady
+from foveal.spec import Cost
 
 
 @dataclass(frozen=True)
-class AHLA(Recurrence, name="ahla"):
+class AHLA(HLA, name="ahla"):
     r"""Attend to what earlier tokens have attended to, with the same queries and keys.
 
     .. math::
@@ -35,18 +35,9 @@ class AHLA(Recurrence, name="ahla"):
     """
 
     aliases: ClassVar[tuple[str, ...]] = ("asymmetric_higher_order_linear_attention",)
-    paper: ClassVar[Paper] = Paper("2510.27258", "Higher-order Linear Attention", "Zhang, Qin, Wang, Gu", 2025)
     cost: ClassVar[Cost] = Cost(
         train="T * 2 * (K * V + 64 * (K + V))", decode="2 * K * V", state="2 * K * (V + normalize)"
     )
-    examples: ClassVar = ({}, {"gamma": 0.9})
-
-    gamma: float = 1.0
-    normalize: bool = False
-
-    def __post_init__(self) -> None:
-        self.require_number("gamma", 0, 1, "a number in (0, 1]")
-        self.require_choice("normalize", (False, True))
 
     def compute(self, recur: Recur, q: Tensor, k: Tensor, v: Tensor, **inputs: Tensor) -> Tensor:
         o = torch.cat((v, torch.ones_like(v[..., :1])), -1) if self.normalize else v

@@ -74,7 +74,8 @@ class Focused(Recurrence, name="focused"):
             direction = y / torch.where(largest > 0, largest, 1.0)
             power = torch.where(y > 0, direction, 1.0) ** self.power * (y > 0)
             length = power.norm(dim=-1, keepdim=True)
-            return power * y.norm(dim=-1, keepdim=True) / torch.where(length > 0, length, 1.0)
+            kept: Tensor = power * y.norm(dim=-1, keepdim=True) / torch.where(length > 0, length, 1.0)
+            return kept
 
         weight = f(q) @ f(k).mT * visible
         total = weight.sum(-1, keepdim=True)

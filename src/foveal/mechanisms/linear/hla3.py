@@ -8,14 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from foveal.engines.recurrence import Recur, Recurrence, Terms
+from foveal.engines.recurrence import Recur, Terms
 from foveal.engines.recurrence.program import ratio
-from foveal.mechanisms.linear.hla import steady
-from foveal.spec import Cost, Paper
+from foveal.mechanisms.linear.hla import HLA, steady
+from foveal.spec import Cost
 
 
 @dataclass(frozen=True)
-class HLA3(Recurrence, name="hla3"):
+class HLA3(HLA, name="hla3"):
     r"""Collect what like-minded earlier queries have attended to.
 
     .. math::
@@ -38,20 +38,11 @@ class HLA3(Recurrence, name="hla3"):
     """
 
     aliases: ClassVar[tuple[str, ...]] = ("third_order_linear_attention",)
-    paper: ClassVar[Paper] = Paper("2510.27258", "Higher-order Linear Attention", "Zhang, Qin, Wang, Gu", 2025)
     cost: ClassVar[Cost] = Cost(
         train="T * (K * (K + 2 * V) + 64 * (4 * K + 2 * V))",
         decode="K * (K + 2 * V)",
         state="K * (K + 2 * (V + normalize))",
     )
-    examples: ClassVar = ({}, {"gamma": 0.9})
-
-    gamma: float = 1.0
-    normalize: bool = False
-
-    def __post_init__(self) -> None:
-        self.require_number("gamma", 0, 1, "a number in (0, 1]")
-        self.require_choice("normalize", (False, True))
 
     def compute(self, recur: Recur, q: Tensor, k: Tensor, v: Tensor, **inputs: Tensor) -> Tensor:
         value = torch.cat((v, torch.ones_like(v[..., :1])), -1) if self.normalize else v

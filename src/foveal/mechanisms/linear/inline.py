@@ -55,7 +55,7 @@ class InLine(Recurrence, name="inline"):
     def compute(self, recur: Recur, q: Tensor, k: Tensor, v: Tensor, **inputs: Tensor) -> Tensor:
         phi = FEATURE_MAPS[self.feature_map]
         weighted, total, mean = mean_scores(recur, phi(q), phi(k), v)
-        return weighted - total * mean + mean
+        return mean + recur.scale * (weighted - total * mean)
 
     def definition(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, visible: Tensor) -> Tensor:
         N = visible.sum(-1, keepdim=True, dtype=q.dtype)
@@ -68,12 +68,12 @@ class InLine(Recurrence, name="inline"):
 
 
 def mean_scores(recur: Recur, phi_q: Tensor, phi_k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """With s = scale phi_q' phi_k / N: the sum of s v [B, H, T, V], of s [B, H, T, 1], and the mean value.
+    """With s = phi_q' phi_k / N: the sum of s v [B, H, T, V], of s [B, H, T, 1], and the mean value.
 
     Two recurrences: values and ones under the keys, and under a key of 1.
     """
     values = torch.cat((v, torch.ones_like(v[..., :1])), -1)
-    scored = recur(Terms(phi_q, phi_k, values))
+    scored = recur(Terms(phi_q, phi_k, values), scale=1.0)
     plain = recur(Terms(torch.ones_like(phi_q[..., :1]), torch.ones_like(phi_k[..., :1]), values), scale=1.0)
     count = plain[..., -1:]
     scored = ratio(scored, count)

@@ -42,7 +42,7 @@ class MALA(Recurrence, name="mala"):
 
     def compute(self, recur: Recur, q: Tensor, k: Tensor, v: Tensor, **inputs: Tensor) -> Tensor:
         weighted, total, mean = mean_scores(recur, elu(q) + 1, elu(k) + 1, v)
-        return weighted + ratio(weighted, total) - total * mean
+        return ratio(weighted, total) + recur.scale * (weighted - total * mean)
 
     def definition(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, visible: Tensor) -> Tensor:
         phi_q, phi_k = (torch.where(x > 0, x + 1, x.exp()) for x in (q, k))
