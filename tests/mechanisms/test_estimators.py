@@ -8,6 +8,7 @@ import torch
 import foveal
 from foveal import attention
 from foveal.mechanisms.linear.transformer_vq import commitment_loss
+from foveal.mechanisms.sparse.kde import planes, uniform
 from test_oracles import fla
 
 close = torch.testing.assert_close
@@ -264,3 +265,83 @@ def test_local_linear_reads_as_fla_s_parallax_with_the_solved_slope():
             r[0, h, t] = -torch.linalg.solve(matrix, q[0, h, t] - mean)
     want = fla("parallax").naive_parallax(*(x.transpose(1, 2).float() for x in (q, r, k, v))).transpose(1, 2)
     close(attention(q, k, v, "local_linear", ridge=penalty(0.5)).float(), want, rtol=1e-4, atol=1e-5)
+
+
+# Kernel density
+
+
+def shares(q, k, spec, **call):
+    """The map of a mechanism, [B, H, T, S]."""
+    return attention(q, k, k, spec, return_weights=True, **call).weights
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_samples_of_everything_are_softmax(causal):
+    q, k, v = qkv(T=40)
+    close(attention(q, k, v, foveal.KDE(samples=40), causal=causal), attention(q, k, v, causal=causal))
+
+
+def test_buckets_that_hold_everything_are_softmax():
+    """One sample of a key that is read already adds nothing."""
+    q, k, v = qkv(T=40)
+    q, k = q.abs(), k.abs()
+    q[..., 0], k[..., 0] = 50.0, 50.0  # so far from the origin that a plane has all on one side
+    spec = foveal.KDE(samples=1, candidates=40, tables=3, bits=1, seed=2)
+    assert all(abs(normal[0, 0]) > 0.5 for normal in planes(2, 3, 1, 6))
+    close(attention(q, k, v, spec, scale=0.01), attention(q, k, v, scale=0.01))
+
+
+def test_weighted_sums_are_unbiased_whatever_is_heavy():
+    """The mean over seeds of the sums, read off a key of known weight, equals the sums over all keys.
+
+    The last key is the query itself, so it is heavy in every table: its share of the output is exp(s) / y(1).
+    """
+    T, seeds = 30, 400
+    q, k = draw(1, 1, T, 4, seed=1), 0.5 * draw(1, 1, T, 4, seed=2)
+    k[:, :, -1] = q[:, :, -1]
+    score = (k[0, 0] @ q[0, 0, -1] / 2).exp()
+    for settings in ({"candidates": 1, "bits": 8}, {"candidates": 6, "bits": 1}, {"candidates": 3, "bits": 3}):
+        found = []
+        for seed in range(seeds):
+            share = shares(q, k, foveal.KDE(samples=5, tables=2, seed=seed, **settings))[0, 0, -1]
+            found.append(share / share[-1] * score[-1])
+        found = torch.stack(found)
+        error = found.std(0) / seeds**0.5
+        assert ((found.mean(0) - score).abs() <= 4 * error + 1e-12).all()
+        total = found.sum(-1)
+        assert abs(total.mean() - score.sum()) < 3 * total.std() / seeds**0.5
+        assert total.std() > 0.01  # it is an estimate
+
+
+def test_error_falls_with_samples_and_with_heavy_keys():
+    q, k, v = draw(1, 1, 400, 8, seed=1), draw(1, 1, 400, 8, seed=2), draw(1, 1, 400, 3, seed=3)
+    want = attention(q, k, v, causal=False)
+
+    def error(**settings):
+        found = [attention(q, k, v, foveal.KDE(seed=seed, **settings), causal=False) for seed in range(12)]
+        return (torch.stack(found) - want).square().mean().sqrt().item()
+
+    few = error(samples=20, candidates=1, tables=1, bits=12)
+    assert few / error(samples=80, candidates=1, tables=1, bits=12) > 1.8  # the root of the samples, at least
+    assert error(samples=20, candidates=40, tables=4, bits=3) < 0.75 * few
+
+
+def test_a_query_reads_the_latest_keys_of_its_bucket():
+    """One plane splits keys of both signs; the last query sees two of its own side, and a sample stands for all."""
+    sign = planes(0, 1, 1, 1).sign().item()
+    k = sign * torch.tensor([1.0, -1, 1, -1, 1, -1, 1], dtype=torch.float64)[None, None, :, None]
+    share = shares(k, k, foveal.KDE(samples=1, candidates=2, tables=1, bits=1), scale=0.0)[0, 0, -1]
+    close(share[4], share[6])
+    others = (share / share[-1])[[0, 1, 2, 3, 5]]
+    # the sample of 7 keys; this seed's is none of the two that are read
+    close(others.sort().values, torch.tensor([0.0, 0.0, 0.0, 0.0, 7.0], dtype=torch.float64))
+
+
+def test_draws_are_uniform_and_independent():
+    n, i = torch.arange(1, 2001)[:, None], torch.arange(8)
+    u = torch.stack([uniform(seed, n, i) for seed in range(3)])
+    assert u.mean().item() == pytest.approx(0.5, abs=0.005)
+    assert u.var().item() == pytest.approx(1 / 12, abs=0.002)
+    for axis in (0, 1, 2):
+        a, b = u.narrow(axis, 0, u.shape[axis] - 1), u.narrow(axis, 1, u.shape[axis] - 1)
+        assert torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1].abs() < 0.02
