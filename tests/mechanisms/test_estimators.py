@@ -345,3 +345,9 @@ def test_draws_are_uniform_and_independent():
     for axis in (0, 1, 2):
         a, b = u.narrow(axis, 0, u.shape[axis] - 1), u.narrow(axis, 1, u.shape[axis] - 1)
         assert torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1].abs() < 0.02
+
+
+def test_settings_of_kde_are_checked():
+    for wrong in ({"samples": 0}, {"bits": 33}, {"bits": 1.5}, {"seed": -1}, {"tables": True}):
+        with pytest.raises(ValueError, match=f"kde: {next(iter(wrong))} has"):
+            foveal.KDE(**wrong)

@@ -51,7 +51,7 @@ class KDE(Gather, name="kde"):
         seed: of hyperplanes and samples, the same for every head.
 
     Raises:
-        ValueError: if a setting is no int, or too small.
+        ValueError: if a setting is no int or too small, or ``bits`` is above 32.
     """
 
     aliases: ClassVar[tuple[str, ...]] = ("kernel_density",)
@@ -82,6 +82,7 @@ class KDE(Gather, name="kde"):
     def __post_init__(self) -> None:
         for name in ("samples", "candidates", "tables", "bits"):
             self.require_int(name)
+        self.require_number("bits", 0, 32, "an int from 1 to 32")
         self.require_int("seed", least=0)
 
     def hashed(self, x: Tensor) -> Tensor:
