@@ -11,6 +11,7 @@ import concurrent.futures
 import dataclasses
 import os
 import pathlib
+import platform
 import re
 import shutil
 import subprocess
@@ -65,7 +66,9 @@ def laws(words: str) -> str:
 
 RECURRENT = laws("delta_rule or linear")
 RECURRENCE, SOFTMAX, BLOCKS = (f"engines/{name}/eager.py" for name in ("recurrence", "softmax", "block_sparse"))
-PROGRAM = "engines/recurrence/program.py"
+PROGRAM, NATIVE = "engines/recurrence/program.py", "engines/recurrence/native.py"
+KERNEL, SIMD = "native/recurrence.hpp", "native/simd.hpp"
+KERNELS = "tests/test_native.py"
 
 BUGS = [
     # the recurrence engine
@@ -96,6 +99,42 @@ BUGS = [
     Bug(PROGRAM, "x.repeat_interleave(call.group, 1)", "x.repeat(1, call.group, 1, 1)",
         "grouped heads in the wrong order", RECURRENT),
     Bug(PROGRAM, "read=terms.read * scale", "read=terms.read", "the scale is forgotten", RECURRENT),
+    # the compiled kernels
+    Bug(KERNEL, "until[t] = log_until;\n                log_until += step[t];", "log_until += step[t];\n                until[t] = log_until;",
+        "a token's write is aged by its own decay", KERNELS),
+    Bug(KERNEL, "gain = gain * load(d.over + I * Kp + k);", "gain = gain * load(d.over + k);",
+        "blocks of a chunk age by the first block's decay", KERNELS),
+    Bug(KERNEL, "if (strict[m]) row[t] = 0;", "", "a token erases its own write, per channel", KERNELS),
+    Bug(KERNEL, "for (long s = strict[m] ? t : t + 1; s < CHUNK; s++) row[s] = 0;", "for (long s = t + 1; s < CHUNK; s++) row[s] = 0;",
+        "a token erases its own write", KERNELS),
+    Bug(KERNEL, "if (i) product<Into::Add>(N, width, i, {lower + i * CHUNK, CHUNK, 1}, y, width, y + i * width, width);", "",
+        "the triangular system is solved in pieces of 8 rows only", KERNELS),
+    Bug(KERNEL, "if (after < rows)", "if (after < rows - N)", "the transposed system forgets its last rows", KERNELS),
+    Bug(KERNEL, "at.rows = round_up(at.real, BLOCK);", "at.rows = round_up(at.real, LANES);",
+        "a last block that is not whole", KERNELS),
+    Bug(KERNEL, "if (z.normalize && normalizer) state[k * z.Vp + z.V] = normalizer[head * z.K + k];", "",
+        "the normaliser starts from nothing", KERNELS),
+    Bug(KERNEL, "g[z.V] = -dot * inverse;", "g[z.V] = 0;", "no gradient through the normaliser", KERNELS),
+    Bug(KERNEL, "for (long s = m ? t : t + 1; s < CHUNK; s++) row[s] = 0;  // L is strict", "for (long s = t + 1; s < CHUNK; s++) row[s] = 0;",
+        "a token erases itself in the gradient", KERNELS),
+    Bug(KERNEL, "store(sums + s, load(sums + s) - both);", "", "a decay's gradient counts pairs that it does not part", KERNELS),
+    Bug(KERNEL, "before += prefix[t * W + k];", "", "what was written knows no gradient of later decays", KERNELS),
+    Bug(KERNEL, "collect(sums, y.raw, near, -1.0f, n, z);", "", "the same, per channel and inside a chunk", KERNELS),
+    Bug(KERNEL, "scale_channels(anchored, d.over + (I - 1) * Kp, 0, start - BLOCK, Kp);", "",
+        "gradients of early blocks are not aged", KERNELS),
+    Bug(KERNEL, "put_scaled(x.grad_read, at, z, grad_r, z.scale);", "put_scaled(x.grad_read, at, z, grad_r, 1.0f);",
+        "the gradient forgets the scale", KERNELS),
+    Bug(KERNEL, "if (x.grad_state) write_state(grad_state, head, z, x.grad_state, x.grad_normalizer);",
+        "if (x.grad_state) write_state(f.state, head, z, x.grad_state, x.grad_normalizer);",
+        "a wrong gradient of the initial state", KERNELS),
+    Bug(KERNEL, "for (long k = 0; k < K; k++) w[k] *= d[k];", "", "a decode step erases from the undecayed state", KERNELS),
+    Bug(KERNEL, "for (; j < V; j++) column(", "for (; j < V - 1; j++) column(", "a decode step forgets the last column", KERNELS),
+    Bug(SIMD, "return x > low ? (Vec)bits : (Vec){};", "return (Vec)bits;", "a decay of -1e4 leaves a trace", KERNELS),
+    Bug(SIMD, "bits + 0x7fff + (bits >> 16 & 1)", "bits", "bf16 is cut off, not rounded", KERNELS),
+    Bug(SIMD, "for (long i = 0; i < n; i++) out[i] = x[i * s] * factor;", "for (long i = 0; i < n; i++) out[i] = x[i] * factor;",
+        "a stride of the last axis is ignored", KERNELS),
+    Bug(NATIVE, "None if u is terms.write else u", "None", "another vector is erased than was asked for", KERNELS),
+    Bug(NATIVE, "if torch.is_grad_enabled():\n        raise", "if False:\n        raise", "a second derivative is silently wrong", KERNELS),
     # the softmax engine
     Bug(SOFTMAX, "peak = peak.masked_fill(peak == -torch.inf, 0.0)", "peak = peak + 0.0",
         "a row that sees nothing becomes NaN", laws("softmax")),
@@ -238,6 +277,27 @@ BUGS = [
 ]  # fmt: skip
 
 
+def compile_kernels(folder: pathlib.Path) -> None:
+    """Build the kernels of one instruction set beside their sources, where they are looked for first."""
+    v3 = platform.machine() in ("x86_64", "AMD64")
+    isa, lanes, march = ("v3", 8, ["-march=x86-64-v3"]) if v3 else ("base", 4, [])
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-ffp-contract=fast",
+        "-fPIC",
+        "-shared",
+        "-fno-exceptions",
+        "-fno-rtti",
+        "-w",
+        *march,
+    ]
+    names = [f"-DISA={isa}", f"-DLANES={lanes}", f"-DFOVEAL_ISAS(X)=X({isa})"]
+    sources = [str(folder / name) for name in ("kernels.cpp", "dispatch.cpp")]
+    compiler = os.environ.get("CXX", "c++")
+    subprocess.run([compiler, *flags, *names, *sources, "-o", str(folder / "libfoveal.so")], check=True)
+
+
 # An editable installation imports the original, whatever PYTHONPATH says, unless its hook is taken away.
 UNHOOK = """import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "ScikitBuildRedirectingFinder"]
@@ -257,6 +317,8 @@ def run(bug: Bug | None, tests: str) -> tuple[str, str]:
         (copy / "src" / "sitecustomize.py").write_text(UNHOOK)
         if bug is not None:
             bug.plant(copy / "src" / "foveal")
+            if bug.file.startswith("native/"):
+                compile_kernels(copy / "src" / "foveal" / "native")
         environment = os.environ | {
             "PYTHONPATH": str(copy / "src"),
             "OMP_NUM_THREADS": "1",

@@ -8,12 +8,14 @@ import torch
 from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
 import foveal
-from foveal import AttentionLayer, attention
+from foveal import AttentionLayer, attention, native
 from foveal.engines.block_sparse.eager import merge
 from foveal.testing.mechanism import defined, draw
 
 close = torch.testing.assert_close
-FORMS = ("parallel", "chunked", "recurrent")
+# every form of the recurrence on every backend that this machine has
+ROUTES = [{"form": form, "backend": "torch"} for form in ("parallel", "chunked", "recurrent")]
+ROUTES += [{"form": form, "backend": "native"} for form in ("chunked", "recurrent") if native.LIBRARY is not None]
 RECURRENT = ("linear", "retention", "gla", "delta_rule", "gated_delta_rule", "mamba2")
 SOFTMAX = ("softmax", "sliding_window", "moba", "sparse_transformer")
 
@@ -40,8 +42,8 @@ def test_fla_77_649_strong_decay_is_finite_and_right_forward_and_backward(spec, 
     x = draw(spec, {"B": 1, "H": 2, "G": 2, "T": 64, "K": 16, "V": 16})
     x["log_decay"] = torch.full_like(x["log_decay"], decay)
     want, want_grads = with_grads(x, spec, form="recurrent")
-    for form in FORMS:
-        got, grads = with_grads({n: y.float() for n, y in x.items()}, spec, form=form)
+    for route in ROUTES:
+        got, grads = with_grads({n: y.float() for n, y in x.items()}, spec, **route)
         assert relative(got, want) < 1e-4
         for name, grad in grads.items():
             assert grad.isfinite().all(), name
@@ -55,18 +57,19 @@ def test_fla_649_decays_of_every_size_side_by_side():
     pick = torch.randint(6, x["log_decay"].shape, generator=torch.Generator().manual_seed(1))
     x["log_decay"] = sizes[pick]
     want, want_grads = with_grads(x, foveal.GLA(), form="recurrent")
-    got, grads = with_grads({n: y.float() for n, y in x.items()}, foveal.GLA(), form="chunked")
-    assert relative(got, want) < 1e-5
-    for name in "qkv":
-        assert relative(grads[name], want_grads[name]) < 1e-5
+    for route in ROUTES:
+        got, grads = with_grads({n: y.float() for n, y in x.items()}, foveal.GLA(), **route)
+        assert relative(got, want) < 1e-5
+        for name in "qkv":
+            assert relative(grads[name], want_grads[name]) < 1e-5
 
 
 def test_gates_of_zero_forget_everything():
     """1: log_decay = -inf is a legal gate: the state starts anew, without -inf - -inf."""
     x = {n: y.float() for n, y in draw(foveal.GLA(), {"B": 1, "H": 1, "G": 1, "T": 9, "K": 4, "V": 4}).items()}
     x["log_decay"][:, :, 5] = -math.inf
-    for form in FORMS:
-        out, grads = with_grads(x, foveal.GLA(), form=form)
+    for route in ROUTES:
+        out, grads = with_grads(x, foveal.GLA(), **route)
         later = attention(mechanism="gla", **{n: y[:, :, 5:] for n, y in x.items()})
         close(out[:, :, 5:], later)
         assert all(g.isfinite().all() for g in grads.values())
@@ -124,8 +127,8 @@ def test_fla_875_gradient_flows_through_the_normaliser():
     k.requires_grad_()
     weight = (q @ k.mT).tril()
     want = torch.autograd.grad((weight / weight.sum(-1, keepdim=True) @ v).square().sum(), k)[0]
-    for form in FORMS:
-        out = attention(q, k, v, foveal.Linear(feature_map="identity"), form=form)
+    for route in ROUTES[:3]:
+        out = attention(q, k, v, foveal.Linear(feature_map="identity"), **route)
         close(torch.autograd.grad(out.square().sum(), k)[0], want)
 
 

@@ -2,11 +2,18 @@
 
 import pytest
 
-from foveal.testing.mechanism import cases
+from foveal.testing.mechanism import cases, compiles
 
-CASES = list(cases())
+COMPILED = ("softmax", "moba", "gated_delta_rule", "hgrn", "performer")  # one per engine, and one with random features
 
 
-@pytest.mark.parametrize(("law", "spec"), [(law, spec) for _, law, spec in CASES], ids=[name for name, _, _ in CASES])
+def marks(law, spec):
+    """Tracing takes seconds: the quick loop traces one mechanism per engine, the whole run all of them."""
+    return [pytest.mark.slow] if law is compiles and spec.name not in COMPILED else []
+
+
+@pytest.mark.parametrize(
+    ("law", "spec"), [pytest.param(law, spec, id=name, marks=marks(law, spec)) for name, law, spec in cases()]
+)
 def test_law(law, spec):
     law(spec)

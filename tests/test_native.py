@@ -119,6 +119,35 @@ def test_every_strength_of_decay(decay, kind, erase):
     agree(differentiate(engine.kernel, x, "chunked"), differentiate(eager.kernel, double(x), "recurrent"), "")
 
 
+def test_what_is_forgotten_leaves_no_trace():
+    for width in (1, 2):
+        x = {name: torch.ones(1, 1, 3, 2) for name in ("read", "write", "value")}
+        x |= {"state": torch.full((1, 1, 2, 2), 1e30), "log_decay": torch.full((1, 1, 3, width), -1e4)}
+        for form in ("chunked", "recurrent"):
+            assert (run(engine.kernel, x, form, scale=1.0)[0] == 2).all()  # r'p v of the token itself
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gated_delta_rule", "kda"])
+def test_a_million_steps_neither_drift_nor_grow(name):
+    """Decoding goes on from its own state: after a million tokens it is where float64 chunks are."""
+    spec, pieces, T = foveal.get(name)(), 100, 10_000
+    state = exact = None
+    for n in range(pieces):
+        g = torch.Generator().manual_seed(n)
+        q, k, v = (torch.randn(1, 1, T, 4, generator=g) for _ in "qkv")
+        gates = {"beta": torch.rand(1, 1, T, generator=g)}
+        gates["log_decay"] = -1e-3 * torch.rand(1, 1, T, *((4,) if name == "kda" else ()), generator=g)
+        options = {"mechanism": spec, "output_final_state": True}
+        with torch.no_grad():
+            got = attention(q, k, v, form="recurrent", initial_state=state, **options, **gates)
+            doubled = {name: gate.double() for name, gate in gates.items()}
+            want = attention(q.double(), k.double(), v.double(), initial_state=exact, **options, **doubled)
+        state, exact = got.state, want.state
+        assert state.nbytes == 4 * 4 * 4
+    torch.testing.assert_close(got.output.double(), want.output, rtol=1e-4, atol=1e-5)
+
+
 def test_slow_decay_over_many_chunks_does_not_drift():
     """A decay close to 1 has few digits of its own in fp32; over thousands of tokens its error must not add up."""
     for kind in ("head", "channel"):

@@ -9,6 +9,7 @@ import foveal
 from foveal import attention
 from foveal.mechanisms.linear.transformer_vq import commitment_loss
 from foveal.mechanisms.sparse.kde import planes, uniform
+from foveal.mechanisms.sparse.sea import estimation_loss
 from test_oracles import fla
 
 close = torch.testing.assert_close
@@ -351,3 +352,74 @@ def test_settings_of_kde_are_checked():
     for wrong in ({"samples": 0}, {"bits": 33}, {"bits": 1.5}, {"seed": -1}, {"tables": True}):
         with pytest.raises(ValueError, match=f"kde: {next(iter(wrong))} has"):
             foveal.KDE(**wrong)
+
+
+# SEA
+
+
+def estimates(T, columns, H=2, confidence=1.0):
+    sure = torch.full((1, H, T), confidence, dtype=torch.float64)
+    return {"estimate": draw(1, H, T, columns, seed=9), "confidence": sure}
+
+
+def test_sea_reads_the_keys_of_the_best_columns_by_hand():
+    # 8 keys in 3 columns: {0, 1}, {2, 3, 4}, {5, 6, 7}; the order is 2, 0, 1 and the budget 4
+    q, k = torch.zeros(1, 1, 8, 2), draw(1, 1, 8, 2, dtype=torch.float32)
+    estimate = torch.tensor([0.0, -1.0, 2.0]).expand(1, 1, 8, 3)
+    for p, want in ((1.0, [0.25, 0, 0, 0, 0, 0.25, 0.25, 0.25]), (0.0, [0.125] * 8)):
+        sure = torch.full((1, 1, 8), p)
+        spec = foveal.SEA(top_k=4, columns=3)
+        got = attention(q, k, k, spec, return_weights=True, estimate=estimate, confidence=sure).weights[0, 0, -1]
+        got[0], got[1] = got[:2].sum(), 0  # one of the two keys of column 0
+        want = [want[0] + want[1], 0, *want[2:]]
+        close(got, torch.tensor(want))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("columns", [1, 5, 40])
+def test_sea_reads_exactly_its_budget(columns, causal):
+    q, k, _ = qkv(T=30)
+    spec = foveal.SEA(top_k=7, columns=columns)
+    read = attention(q, k, k, spec, return_weights=True, causal=causal, **estimates(30, columns)).weights
+    n = torch.arange(1, 31) if causal else torch.full((30,), 30)
+    assert ((read > 0).sum(-1) == n.clamp(max=7)).all()
+    want = attention(q, k, k, return_weights=True, causal=causal).weights * (read > 0)
+    close(read, want / want.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_sea_between_softmax_and_the_mean(causal):
+    q, k, v = qkv(T=30)
+    mean = attention(0 * q, k, v, causal=causal)
+    for p in (0.0, 0.3, 1.0):
+        got = attention(q, k, v, foveal.SEA(top_k=30, columns=6), causal=causal, **estimates(30, 6, confidence=p))
+        close(got, p * attention(q, k, v, causal=causal) + (1 - p) * mean)
+
+
+def test_estimation_loss_is_least_at_the_teacher_s_map():
+    """Row 4 of 4 columns has keys {0}, {1}, {2}, {3}; row 2 has them in columns 1 and 3."""
+    weights = torch.tensor([[1.0, 0, 0, 0], [0.25, 0.75, 0, 0], [0.2, 0.3, 0.5, 0], [0.1, 0.2, 0.3, 0.4]])
+    target = torch.tensor([[0.0, 0, 0, 1.0], [0, 0.25, 0, 0.75], [0, 0.2, 0.3, 0.5], [0.1, 0.2, 0.3, 0.4]])
+    estimate = target.clamp(min=1e-30).log()[None, None].requires_grad_()
+    loss = estimation_loss(estimate, weights[None, None])
+    close(loss, -torch.xlogy(target, target).sum(-1).mean())
+    (slope,) = torch.autograd.grad(loss, estimate)
+    close(slope, torch.zeros_like(slope))
+    assert estimation_loss(estimate + draw(1, 1, 4, 4), weights[None, None]) > loss
+
+
+def test_a_trained_estimate_finds_the_teacher_s_keys():
+    q, k, v = qkv(T=32, H=1)
+    teacher = attention(3 * q, k, v, return_weights=True)
+    estimate = torch.zeros(1, 1, 32, 16, dtype=torch.float64, requires_grad=True)
+    sure = torch.ones(1, 1, 32, dtype=torch.float64)
+
+    def error():
+        got = attention(3 * q, k, v, foveal.SEA(top_k=6, columns=16), estimate=estimate, confidence=sure)
+        return (got - teacher.output).norm() / teacher.output.norm()
+
+    before = error()
+    for _ in range(100):
+        (slope,) = torch.autograd.grad(estimation_loss(estimate, teacher.weights), estimate)
+        estimate = (estimate - 100 * slope).detach().requires_grad_()
+    assert error() < 0.3 * before

@@ -305,12 +305,14 @@ def low_precision_is_fair(spec: Mechanism) -> None:
         x = draw(spec, SHAPES[0], dtype)
         exact = defined(spec, {name: y.double() for name, y in x.items()})
         plain = (defined(spec, x).double() - exact).norm()
-        for form in (None, *spec.forms):
-            got = foveal.attention(mechanism=spec, form=form, **x)
+        routes = [(form, None) for form in (None, *spec.forms)] + [(form, "torch") for form in spec.forms]
+        for form, backend in routes:
+            got = foveal.attention(mechanism=spec, form=form, backend=backend, **x)
             assert got.dtype == dtype, f"{dtype} in, {got.dtype} out"
             error = (got.double() - exact).norm()
             floor = 4 * torch.finfo(dtype).eps * exact.norm()
-            assert error <= 2 * plain + floor, f"{form} form in {dtype}: error {error:.2e}, plain {plain:.2e}"
+            where = f"{form} form on backend {backend} in {dtype}"
+            assert error <= 2 * plain + floor, f"{where}: error {error:.2e}, plain {plain:.2e}"
 
 
 def weights_are_the_map(spec: Mechanism) -> None:
