@@ -34,7 +34,7 @@ class Gather(Mechanism):
         """What :meth:`choose` wants to know about all keys, once per call; nothing by default."""
         return None
 
-    def choose(self, q: Tensor, seen: Tensor, keys: Keys, prepared: Any) -> tuple[Tensor, Tensor]:
+    def choose(self, q: Tensor, seen: Tensor, keys: Keys, prepared: Any, **inputs: Tensor) -> tuple[Tensor, Tensor]:
         """The slots that each query reads and their weights c >= 0, both broadcastable to [B, H, T, N].
 
         A weight of 0 leaves a slot out; a slot that stands twice counts twice.
@@ -44,6 +44,7 @@ class Gather(Mechanism):
             seen: how many real tokens each query sees, from the first, [B, 1, T, 1].
             keys: the keys.
             prepared: what :meth:`prepare` returned.
+            inputs: the mechanism's own tensors, detached; of those with a T axis the part of these queries.
         """
         raise NotImplementedError
 

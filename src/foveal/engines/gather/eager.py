@@ -59,10 +59,12 @@ def run(spec: Gather, call: Call) -> Result:
     order = torch.argsort((~real).to(torch.int8), dim=1, stable=True)
     keys = Keys(k.detach(), torch.where(real, count - 1, S), order)
     prepared, outputs = spec.prepare(keys), []
+    own = {name: x.detach().to(q.dtype) for name, x in call.inputs.items()}
     tile = T if call.form == "parallel" else TILE
     for start in range(0, T, tile):
         part, shown = q[:, :, start : start + tile], seen[:, :, start : start + tile]
-        slots, weight = spec.choose(part.detach(), shown, keys, prepared)
+        inputs = {n: x[:, :, start : start + tile] if "T" in spec.inputs[n].axes else x for n, x in own.items()}
+        slots, weight = spec.choose(part.detach(), shown, keys, prepared, **inputs)
         tensors = (part * call.scale, k, v, slots, weight.to(q.dtype))
         if torch.is_grad_enabled() and tile < T:  # gathered keys of all tiles would need O(T N K) memory
             outputs.append(checkpoint(attend, *tensors, use_reentrant=False))

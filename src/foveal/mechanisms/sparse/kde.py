@@ -100,7 +100,9 @@ class KDE(Gather, name="kde"):
         found = place.masked_fill(position == S, 2**self.bits * (S + 1)).sort(-1)  # what does not exist comes last
         return found.values, found.indices
 
-    def choose(self, q: Tensor, seen: Tensor, keys: Keys, prepared: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def choose(
+        self, q: Tensor, seen: Tensor, keys: Keys, prepared: tuple[Tensor, Tensor], **inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         B, H, S, _ = keys.k.shape
         T = q.shape[2]
         place, slot = prepared
