@@ -171,3 +171,10 @@ def test_ratios_of_another_kind_are_named(ratio):
         hf.use(tiny.make("llama"), cache="knorm", compression_ratio=ratio),
     ):
         pass
+
+
+def test_a_mask_per_head_over_no_keys():
+    q, k = torch.randn(1, 4, 2, 3), torch.randn(1, 2, 0, 3)
+    bias = torch.zeros(1, 4, 2, 0)
+    assert (attention(q, k, k, mask=bias, layout="bhtd") == 0).all()
+    assert (attention(q, k, k, mask=bias > 0, layout="bhtd") == 0).all()

@@ -94,7 +94,7 @@ class AttentionLayer(nn.Module):
             else:
                 shape = [self.sizes[axis] for axis in item.axes]
                 self.constants[name] = nn.Parameter(
-                    torch.randn(shape) if item.start is None else item.initial(self.sizes)
+                    torch.randn(shape) if item.start is None else item.unbounded(item.initial(self.sizes))
                 )
 
     def _width(self, item: Input) -> int:

@@ -120,6 +120,21 @@ class Input:
             return self.low + softplus(x)
         return x
 
+    def unbounded(self, x: Tensor) -> Tensor:
+        """What :meth:`activation` maps onto given legal values; those at an end are taken from just inside."""
+
+        def inverse_softplus(y: Tensor) -> Tensor:
+            return y + torch.log(-torch.expm1(-y))
+
+        margin = 1e-3
+        if self.low > float("-inf") and self.high < float("inf"):
+            return ((x - self.low) / (self.high - self.low)).clamp(margin, 1 - margin).logit()
+        if self.high < float("inf"):
+            return inverse_softplus((self.high - x).clamp(min=margin))
+        if self.low > float("-inf"):
+            return inverse_softplus((x - self.low).clamp(min=margin))
+        return x
+
     def sample(self, sizes: dict[str, int], generator: torch.Generator, dtype: torch.dtype = torch.float64) -> Tensor:
         """A random tensor of the declared shape inside the legal range."""
         shape = [sizes[axis] for axis in self.axes]

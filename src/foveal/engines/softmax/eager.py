@@ -167,7 +167,7 @@ def skip_hidden(call: Call) -> Call:
     G = call.k.shape[1]
     seen = hides.any(2)
     if H > 1:
-        seen = seen.view(B, G, -1, seen.shape[-1]).any(2)
+        seen = seen.view(B, G, H // G, seen.shape[-1]).any(2)  # H // G, not -1: there may be no keys
     seen = seen.expand(B, seen.shape[1], S)[..., None]
     return call.replace(k=call.k.where(seen, 0), v=call.v.where(seen, 0))
 
