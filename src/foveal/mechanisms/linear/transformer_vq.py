@@ -32,7 +32,7 @@ class TransformerVQ(Recurrence, name="transformer_vq"):
         o_t = \frac{\sum_c \exp(\mathrm{scale}\; q_t^\top C_c)\, S_{t,c}}
                    {\sum_c \exp(\mathrm{scale}\; q_t^\top C_c)\, n_{t,c}}, \qquad
         S_{t,c} = \sum_{j \le t,\, z_j = c} v_j, \quad n_{t,c} = |\{j \le t : z_j = c\}|, \qquad
-        z_j = \arg\min_c |k_j - C_c|
+        z_j = \mathrm{argmin}_c |k_j - C_c|
 
     This is softmax attention over the quantised keys, exactly and in linear time; if every key is a code it is softmax
     attention.  The paper's bias by distance for the keys of the current and the previous block is left out.  The
