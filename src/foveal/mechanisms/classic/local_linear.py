@@ -18,7 +18,8 @@ class LocalLinear(LocalRegression, name="local_linear"):
 
     .. math::
         o_t = \hat b, \qquad \hat b, \hat W = \mathrm{argmin}_{b, W}
-        \sum_{j \le t} w_{tj} \left(|v_j - b - W (k_j - q_t)|^2 + \lambda |W|^2\right), \qquad w_{tj} = \exp(q_t^\top k_j / \sqrt{K})
+        \sum_{j \le t} w_{tj} \left(|v_j - b - W (k_j - q_t)|^2 + \lambda |W|^2\right),
+        \qquad w_{tj} = \exp(q_t^\top k_j / \sqrt{K})
 
     Softmax attention is the fit of b alone, so it is the limit of a large ridge :math:`\lambda`; a small one reproduces
     values that are affine in the keys wherever the query stands, which no mean of values can.  Weights sum to 1 and may
