@@ -159,7 +159,7 @@ BUGS = [
     # the block-sparse engine
     Bug(BLOCKS, "slot = order.gather(1, slot.expand(len(order), -1, -1).flatten(1)).view(-1, *position.shape)", "pass",
         "padding is not squeezed out of the blocks", laws("moba or sparse_transformer")),
-    Bug(BLOCKS, "real[:, None] & (query >= 0)[..., None] & (key <= own)", "real[:, None] & (query >= 0)[..., None]",
+    Bug(BLOCKS, "        visible = visible & (here.k <= here.q)", "        pass",
         "the future inside a block is seen", laws("moba")),
     Bug(BLOCKS, "weight = (lse - peak[query]).exp()", "weight = torch.ones_like(lse)",
         "partial softmaxes are averaged without their weights", laws("moba")),

@@ -23,15 +23,23 @@ class Positions:
         q: [B or 1, 1, T, 1].
         k: [B or 1, 1, 1, S].
         head: query head of each row, [H, 1, 1].
+        query: what a mechanism's carried inputs say of each query, by name, shaped as q.
+        key: what they say of each key, shaped as k.
+        part: number of the layout that each key stands in, shaped as k; None where there is one only.
     """
 
     q: Tensor
     k: Tensor
     head: Tensor
+    query: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    key: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    part: Tensor | None = None
 
     def cut(self, queries: slice, keys: slice | Tensor) -> Positions:
         """The positions of a rectangle of scores."""
-        return Positions(self.q[:, :, queries], self.k[..., keys], self.head)
+        query = {name: x[:, :, queries] for name, x in self.query.items()}
+        key = {name: x[..., keys] for name, x in self.key.items()}
+        return Positions(self.q[:, :, queries], self.k[..., keys], self.head, query, key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +55,7 @@ class Call:
         mask: bool, broadcastable to [B, H, T, S], True where a query may see a key.
         bias: float, broadcastable to [B, H, T, S], added to the scores.
         inputs: the mechanism's own tensors by name.
+        carried: those of them that keys keep, of every key, [B, S].
         state: what an earlier call left behind.
         want_state, want_lse: what to return beside the output.
         form, backend: explicit choices, or None.
@@ -62,6 +71,7 @@ class Call:
     mask: Tensor | None = None
     bias: Tensor | None = None
     inputs: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    carried: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     state: State | None = None
     want_state: bool = False
     want_lse: bool = False
@@ -99,7 +109,9 @@ class Call:
             start = k[:, :1] if S else k.new_zeros(k.shape[0], 1)
             q = torch.cat((start - torch.arange(T - S, 0, -1, device=k.device), k), -1)
         head = torch.arange(self.q.shape[1], device=k.device)[:, None, None]
-        return Positions(q[:, None, :, None], k[:, None, None], head)
+        query = {name: self.inputs[name][:, None, :, None] for name in self.carried}
+        key = {name: x[:, None, None] for name, x in self.carried.items()}
+        return Positions(q[:, None, :, None], k[:, None, None], head, query, key)
 
 
 @dataclasses.dataclass(frozen=True)

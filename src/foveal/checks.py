@@ -61,7 +61,7 @@ def shapes(mechanism: Mechanism, tensors: dict[str, Tensor], *, causal: bool = T
     """Compare every tensor with its declared axes; return the sizes of the named axes.
 
     Raises:
-        TypeError: if something is no floating-point tensor, or q, k and v differ in dtype.
+        TypeError: if something is no tensor of the declared kind of numbers, or q, k and v differ in dtype.
         ValueError: if an axis is missing or its size contradicts another tensor, or devices differ.
     """
     declared = AXES | {name: item.shape for name, item in mechanism.inputs.items()}
@@ -71,7 +71,10 @@ def shapes(mechanism: Mechanism, tensors: dict[str, Tensor], *, causal: bool = T
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{mechanism.name}: {name} is {type(x).__name__}, expected a tensor")
-        if x.dtype not in FLOATS:
+        if name in mechanism.inputs and mechanism.inputs[name].whole:
+            if x.dtype != torch.int64:
+                raise TypeError(f"{mechanism.name}: {name} has {x.dtype}, expected torch.int64")
+        elif x.dtype not in FLOATS:
             raise TypeError(f"{mechanism.name}: {name} has {x.dtype}, expected floating point")
         axes, shape = declared[name].split(), tuple(x.shape)
         if len(axes) != len(shape):
@@ -96,6 +99,9 @@ def shapes(mechanism: Mechanism, tensors: dict[str, Tensor], *, causal: bool = T
         raise mechanism.fail("q", f"H={sizes['H']} heads", f"a multiple of the G={sizes['G']} heads of k and v")
     if mechanism.self_attention and causal and sizes["T"] != sizes["S"]:
         raise mechanism.fail("k", f"S={sizes['S']}", f"S={sizes['T']} as q: a recurrence reads and writes together")
+    if mechanism.carried and sizes["T"] != sizes["S"]:
+        what = ", ".join(mechanism.carried)
+        raise mechanism.fail("k", f"S={sizes['S']}", f"S={sizes['T']} as q: {what} is given once for both")
     return sizes
 
 
@@ -111,7 +117,7 @@ def ranges(mechanism: Mechanism, inputs: dict[str, Tensor]) -> None:
         low, high = mechanism.inputs[name].legal
         if x.device.type != "cpu" or x.numel() == 0 or (low, high) == (float("-inf"), float("inf")):
             continue
-        least, most = (float(y) for y in x.detach().nan_to_num(nan=min(max(0.0, low), high)).aminmax())
+        least, most = (float(y) for y in x.detach().double().nan_to_num(nan=min(max(0.0, low), high)).aminmax())
         if least < low or most > high:
             bad = least if least < low else most
             raise mechanism.fail(

@@ -89,6 +89,8 @@ class AttentionLayer(nn.Module):
         self.gates = nn.ModuleDict()
         self.constants = nn.ParameterDict()
         for name, item in self.mechanism.inputs.items():
+            if item.whole:
+                continue
             if "T" in item.axes:
                 self.gates[name] = nn.Linear(dim, self._width(item))
             else:
@@ -110,6 +112,7 @@ class AttentionLayer(nn.Module):
         initial_state: LayerState | None = None,
         output_final_state: bool = False,
         causal: bool | None = None,
+        **given: Tensor,
     ) -> Any:
         """Attend within the hidden states.
 
@@ -120,10 +123,15 @@ class AttentionLayer(nn.Module):
             initial_state: what an earlier call with ``output_final_state`` returned.
             output_final_state: return ``(output, state)``.
             causal: as for :func:`foveal.attention`.
+            **given: the mechanism's inputs of whole numbers, such as ``document`` [B, T].
 
         Raises:
+            TypeError: if one of those is missing, or another one is given.
             ValueError: for a hidden state of another width, or a state beside ``cu_seqlens``.
         """
+        surplus = sorted(name for name in given if name not in self.mechanism.inputs or name in self.gates)
+        if surplus:
+            raise TypeError(f"{', '.join(surplus)}: given, expected no such argument of {self.mechanism.name}")
         B, T = self._check(hidden, mask, cu_seqlens, initial_state, output_final_state)
         real = torch.ones(B, T, dtype=torch.bool, device=hidden.device) if mask is None else mask.expand(B, T)
         start = real.new_zeros(B, dtype=torch.long) if initial_state is None else initial_state.length
@@ -140,6 +148,7 @@ class AttentionLayer(nn.Module):
             q, k = (rotate(x, positions(real, segment, start), self.rope) for x in (q, k))
         inputs: dict[str, Any] = {name: self._gate(name, gate(hidden)) for name, gate in self.gates.items()}
         inputs |= {name: self.mechanism.inputs[name].activation(x) for name, x in self.constants.items()}
+        inputs |= given
         result = attention(
             q,
             k,

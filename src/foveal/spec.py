@@ -83,6 +83,8 @@ class Input:
         start: value of a trainable parameter before training: a number, ``"eye"`` for the identity on the last two
             axes, or ``"normal"`` for independent normal numbers of variance 1 / (last axis), always the same ones.
             Who calls without the parameter gets this value.
+        whole: a tensor of whole numbers, int64, from low to high, such as the document of each token.  Whoever calls
+            gives it; nothing is learned about it.
 
     An input with a T axis is a gate that ``AttentionLayer`` computes from the hidden state; one without
     is a parameter that the layer owns.
@@ -95,6 +97,7 @@ class Input:
     optional: bool = False
     accepted: tuple[float, float] | None = None
     start: float | str | None = None
+    whole: bool = False
 
     def __post_init__(self) -> None:
         assert self.start is None or (self.optional and "T" not in self.axes), "a start belongs to a parameter"
@@ -138,6 +141,8 @@ class Input:
     def sample(self, sizes: dict[str, int], generator: torch.Generator, dtype: torch.dtype = torch.float64) -> Tensor:
         """A random tensor of the declared shape inside the legal range."""
         shape = [sizes[axis] for axis in self.axes]
+        if self.whole:
+            return torch.randint(int(self.low), int(self.high) + 1, shape, generator=generator)
         return self.activation(torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
 
     def initial(self, sizes: dict[str, int]) -> Tensor:
@@ -214,6 +219,10 @@ class Mechanism(Spec):
     engine: ClassVar[str] = ""
     causal_modes: ClassVar[tuple[bool, ...]] = (True,)  # the first is the default
     self_attention: ClassVar[bool] = False  # True: as many queries as keys, as in every recurrence
+    carried: ClassVar[tuple[str, ...]] = ()  # inputs [B, T] of whole numbers that keys keep, such as documents
+    # False: what a query reads depends on the other queries of its call, so that a prompt in two calls may differ from
+    # one; each call is still exactly what the definition says of its queries and of all keys so far
+    streams: ClassVar[bool] = True
     per_head: ClassVar[bool] = True  # False: heads differ or mix, and `definition` sees [H, T, .]
     linear_in_values: ClassVar[bool] = True  # False: the output is no map of the values, as after a norm
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # settings that make a short sequence interesting

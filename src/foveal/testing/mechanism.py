@@ -52,7 +52,27 @@ def draw(
     x |= {name: item.sample(sizes, g) for name, item in spec.inputs.items()}
     if slow:  # a memory that outlives a chunk
         x |= {name: 0.02 * x[name] for name, item in spec.inputs.items() if (item.low, item.high) == (-torch.inf, 0.0)}
-    return {name: tensor.to(dtype) for name, tensor in x.items()}
+    return cast(x, dtype)
+
+
+def cast(x: Tensors, dtype: torch.dtype) -> Tensors:
+    """Every tensor in a dtype; whole numbers stay."""
+    return {name: y.to(dtype) if y.is_floating_point() else y for name, y in x.items()}
+
+
+def tracked(x: Tensors) -> Tensors:
+    """Every tensor as a leaf that collects gradients; whole numbers have none."""
+    return {name: y.clone().requires_grad_(y.is_floating_point()) for name, y in x.items()}
+
+
+def axes_of(spec: Mechanism, name: str) -> tuple[str, ...]:
+    """The declared axes of an argument."""
+    return tuple(foveal.checks.AXES[name].split()) if name in foveal.checks.AXES else spec.inputs[name].axes
+
+
+def of_head(spec: Mechanism, row: Tensors, h: int) -> Tensors:
+    """What one head sees of a row [H, ...]: its own part of every tensor that has heads."""
+    return {n: y[h] if "H" in axes_of(spec, n) or n in ("k", "v") else y for n, y in row.items()}
 
 
 def note(case: str) -> Callable[[str], str]:
@@ -82,8 +102,11 @@ def blank(spec: Mechanism, x: Tensors, padding: Tensor | None, causal: bool) -> 
         if real is None or not timed:
             out[name] = tensor
         else:
-            shape = real[(...,) + (None,) * (tensor.dim() - 3)].unsqueeze(1)
-            out[name] = tensor.masked_fill(~shape, torch.nan)
+            axes = axes_of(spec, name)
+            shape = real[tuple(slice(None) if axis in "BTS" else None for axis in axes)]
+            out[name] = tensor.masked_fill(
+                ~shape, torch.nan if tensor.is_floating_point() else int(spec.inputs[name].high)
+            )
     return out
 
 
@@ -106,7 +129,7 @@ def defined(
     k, v = (y.repeat_interleave(H // y.shape[1], 1) for y in (k, v))
     given = {n: y for n, y in x.items() if n in spec.inputs}
     sizes = {"B": B, "H": H, "T": T, "S": S, "K": K, "V": v.shape[-1], "G": x["k"].shape[1]}
-    x = x | {n: y.to(q.dtype) for n, y in spec.completed(given, sizes, q).items()}
+    x = x | cast(spec.completed(given, sizes, q), q.dtype)
     out = []
     for b in range(B):
         keys = torch.arange(S) if padding is None else padding[b].nonzero().flatten()
@@ -119,7 +142,8 @@ def defined(
         for name, item in spec.inputs.items():
             if name in x:
                 tensor = x[name][b] if item.axes[0] == "B" else x[name]
-                row[name] = tensor[:, asks] if "T" in item.axes else tensor
+                time = item.axes.index("T") - (item.axes[0] == "B") if "T" in item.axes else None
+                row[name] = tensor if time is None else tensor.index_select(time, asks)
         extra: dict[str, Any] = {"scale": scale}
         if isinstance(spec, SoftmaxAttention) or False in spec.causal_modes:
             t, s = torch.arange(len(asks)), torch.arange(len(keys))
@@ -127,14 +151,14 @@ def defined(
             extra["visible"] = seen
         if mask is not None:
             own = mask.expand(B, H, T, S)[b][:, asks][:, :, keys] & extra["visible"]
-            heads = [{n: y[h] for n, y in row.items()} | extra | {"visible": own[h]} for h in range(H)]
+            heads = [of_head(spec, row, h) | extra | {"visible": own[h]} for h in range(H)]
             if not spec.per_head:
                 assert mask.shape[1] == 1, "one mask for all heads, where heads are defined together"
                 result = spec.definition(**row, **(extra | {"visible": own[0]}))
             else:
                 result = torch.stack([spec.definition(**head) for head in heads])
         elif spec.per_head:
-            result = torch.stack([spec.definition(**{n: y[h] for n, y in row.items()}, **extra) for h in range(H)])
+            result = torch.stack([spec.definition(**of_head(spec, row, h), **extra) for h in range(H)])
         else:
             result = spec.definition(**row, **extra)
         full = result.new_zeros(H, T, v.shape[-1])
@@ -144,10 +168,11 @@ def defined(
 
 def gradients(output: Tensor, weight: Tensor, x: Tensors) -> Tensors:
     """Gradient of a weighted sum of the output for every tensor; 0 where it has no part."""
+    leaves = {name: y for name, y in x.items() if y.requires_grad}
     found = torch.autograd.grad(
-        (output * weight).sum(), list(x.values()), allow_unused=True, materialize_grads=True, retain_graph=False
+        (output * weight).sum(), list(leaves.values()), allow_unused=True, materialize_grads=True, retain_graph=False
     )
-    return dict(zip(x, found, strict=True))
+    return dict(zip(leaves, found, strict=True))
 
 
 def compare(spec: Mechanism, sizes: Sizes, forms: list[str | None], case: str, **call: Any) -> None:
@@ -156,16 +181,13 @@ def compare(spec: Mechanism, sizes: Sizes, forms: list[str | None], case: str, *
     for name, item in spec.inputs.items():
         if item.optional and sizes["T"] % 2 == 0:
             drawn.pop(name)  # an optional input is there in some cases and not in others
-    judged = {name: y.clone().requires_grad_() for name, y in drawn.items()}
+    judged = tracked(drawn)
     mask, padding = call.get("mask"), call.get("padding")
     want = defined(spec, judged, padding=padding, mask=mask, causal=call.get("causal", True))
     weight = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=want.dtype)
     want_grads = gradients(want, weight, judged)
     for form in forms:
-        x = {
-            name: y.clone().requires_grad_()
-            for name, y in blank(spec, drawn, padding, call.get("causal", True)).items()
-        }
+        x = tracked(blank(spec, drawn, padding, call.get("causal", True)))
         got = foveal.attention(
             mechanism=spec, form=form, causal=call.get("causal", True), mask=padding if mask is None else mask,
             layout="bhtd", **x,
@@ -186,7 +208,7 @@ def forms_agree(spec: Mechanism) -> None:
         for case, padding in paddings(sizes["B"], sizes["T"]).items():
             forms: list[str | None] = [None, *spec.forms] if case in ("full", "left") else [spec.forms[-1]]
             compare(spec, sizes, forms, case, padding=padding)
-    if isinstance(spec, SoftmaxAttention):
+    if isinstance(spec, SoftmaxAttention) and not (spec.self_attention or spec.carried):
         for sizes in CROSS:
             for case, padding in paddings(sizes["B"], sizes["S"]).items():
                 if padding is None or sizes["T"] <= sizes["S"]:
@@ -198,14 +220,14 @@ def forms_agree(spec: Mechanism) -> None:
     if False in spec.causal_modes:
         for case, padding in paddings(SHAPES[0]["B"], SHAPES[0]["T"]).items():
             compare(spec, SHAPES[0], [None, *spec.forms], f"{case}, not causal", padding=padding, causal=False)
-        for sizes in CROSS:
+        for sizes in CROSS if not spec.carried else ():
             compare(spec, sizes, [None], "not causal", causal=False)
 
 
 def gradients_are_derivatives(spec: Mechanism) -> None:
     """Finite differences agree with every gradient, in every form."""
     drawn = draw(spec, {"B": 1, "H": 2, "G": 1, "T": 6, "K": 2, "V": 2})
-    x = {name: tensor.requires_grad_() for name, tensor in drawn.items()}
+    x = tracked(drawn)
     for form in spec.forms:
 
         def run(*tensors: Tensor, form: str = form) -> Any:
@@ -217,7 +239,12 @@ def gradients_are_derivatives(spec: Mechanism) -> None:
 
 def piece(spec: Mechanism, x: Tensors, span: slice) -> Tensors:
     """Some tokens of every tensor that has a T axis."""
-    return {n: y[:, :, span] if n in ("q", "k", "v") or "T" in spec.inputs[n].axes else y for n, y in x.items()}
+    cut: Tensors = {}
+    for n, y in x.items():
+        axes = axes_of(spec, n)
+        time = next((place for place, axis in enumerate(axes) if axis in ("T", "S")), None)
+        cut[n] = y if time is None else y[(slice(None),) * time + (span,)]
+    return cut
 
 
 def decoding_continues_the_prompt(spec: Mechanism) -> None:
@@ -226,6 +253,12 @@ def decoding_continues_the_prompt(spec: Mechanism) -> None:
     x, T = draw(spec, sizes), sizes["T"]
     padding = torch.arange(T).expand(sizes["B"], T) >= torch.tensor([[0], [5]])
     want = defined(spec, x, padding=padding)
+
+    def wanted(start: int, stop: int) -> Tensor:
+        if spec.streams:
+            return want[:, :, start:stop]
+        seen = piece(spec, x, slice(start, stop)) | {n: x[n][:, :, :stop] for n in "kv"}
+        return defined(spec, seen, padding=padding[:, :stop])
 
     def call(span: slice, state: State | None) -> Any:
         return foveal.attention(
@@ -237,7 +270,7 @@ def decoding_continues_the_prompt(spec: Mechanism) -> None:
         head = call(slice(0, cut), None)
         tail = call(slice(cut, T), head.state)
         both = torch.cat((head.output, tail.output), 2)
-        close(both, want, msg=note(f"cut after {cut} tokens"))
+        close(both, torch.cat((wanted(0, cut), wanted(cut, T)), 2), msg=note(f"cut after {cut} tokens"))
     state, swap = None, torch.tensor([1, 0])
     for t in range(T):
         out = call(slice(t, t + 1), state)
@@ -246,7 +279,7 @@ def decoding_continues_the_prompt(spec: Mechanism) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 state.save(pathlib.Path(folder) / "state")
                 state = State.load(pathlib.Path(folder) / "state").index_select(swap).index_select(swap)
-        close(out.output[:, :, 0], want[:, :, t], msg=note(f"token {t}"))
+        close(out.output, wanted(t, t + 1), msg=note(f"token {t}"))
 
 
 def packed_equals_separate(spec: Mechanism) -> None:
@@ -256,7 +289,7 @@ def packed_equals_separate(spec: Mechanism) -> None:
     """
     sizes, marks = {"B": 1, "H": 2, "G": 1, "T": 43, "K": 4, "V": 3}, [0, 20, 20, 25, 42, 43]
     cu, spans = torch.tensor(marks, dtype=torch.int32), list(itertools.pairwise(marks))
-    x: Tensors = {name: tensor.requires_grad_() for name, tensor in draw(spec, sizes).items()}
+    x = tracked(draw(spec, sizes))
     weight = torch.randn(1, 2, 43, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     for case in ("full", "holes"):
         mask = paddings(1, 43)[case]
@@ -273,8 +306,13 @@ def packed_equals_separate(spec: Mechanism) -> None:
     again = foveal.attention(mechanism=spec, cu_seqlens=cu, initial_state=state, **x)
     for n, (a, b) in enumerate(spans):
         own = piece(spec, x, slice(a, b))
-        twice = {k: torch.cat((y, y), 2) if y is not x.get(k) or k in "qkv" else y for k, y in own.items()}
-        continued = defined(spec, twice)[:, :, b - a :]
+        twice = dict(own)
+        for name, y in own.items():
+            time = next((place for place, axis in enumerate(axes_of(spec, name)) if axis in ("T", "S")), None)
+            twice[name] = y if time is None else torch.cat((y, y), time)
+        if not spec.streams:
+            twice |= own | {name: twice[name] for name in "kv"}
+        continued = defined(spec, twice)[:, :, -(b - a) or b :]
         close(again[:, :, a:b], continued, msg=note(f"sequence {n} continued from its state"))
 
 
@@ -286,7 +324,7 @@ def cost_grows_as_declared(spec: Mechanism) -> None:
         x = draw(spec, sizes, torch.float32)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             state = foveal.attention(mechanism=spec, output_final_state=True, **x).state
-        kept = sum(y.numel() for y in state.tensors() if y.dtype != torch.bool)
+        kept = sum(y.numel() for y in state.tensors() if y.is_floating_point())
         train, state_size = (spec.cost.evaluate(e, sizes | spec.variables()) for e in ("train", "state"))
         return counter.get_total_flops(), train, kept / 2, state_size
 
@@ -303,7 +341,7 @@ def low_precision_is_fair(spec: Mechanism) -> None:
     """In fp32, bf16 and fp16 the error is at most twice that of the definition computed in that dtype."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = draw(spec, SHAPES[0], dtype)
-        exact = defined(spec, {name: y.double() for name, y in x.items()})
+        exact = defined(spec, cast(x, torch.float64))
         plain = (defined(spec, x).double() - exact).norm()
         routes = [(form, None) for form in (None, *spec.forms)] + [(form, "torch") for form in spec.forms]
         for form, backend in routes:
@@ -338,22 +376,26 @@ def layouts_agree(spec: Mechanism) -> None:
     want = foveal.attention(mechanism=spec, **x)
 
     def swapped(name: str, y: Tensor) -> Tensor:
-        timed = name in ("q", "k", "v") or "T" in spec.inputs[name].axes
-        return y.transpose(1, 2).contiguous() if timed else y
+        axes = axes_of(spec, name)
+        both = ("T" in axes or "S" in axes) and ("H" in axes or "G" in axes)
+        return y.transpose(1, 2).contiguous() if both else y
 
     turned: Tensors = {n: swapped(n, y) for n, y in x.items()}
     got = foveal.attention(mechanism=spec, layout="bthd", **turned)
     close(got.transpose(1, 2), want)
+    beside = {n: torch.full_like(y, torch.nan if y.is_floating_point() else 0) for n, y in x.items()}
     wide: Tensors = {
-        n: torch.stack((y, torch.full_like(y, torch.nan)), -1)[..., 0].requires_grad_() for n, y in x.items()
+        n: torch.stack((y, beside[n]), -1)[..., 0].requires_grad_(y.is_floating_point()) for n, y in x.items()
     }
     got = foveal.attention(mechanism=spec, **wide)
     close(got, want)
-    plain = {n: y.clone().requires_grad_() for n, y in x.items()}
+    plain = tracked(x)
     ones = torch.ones_like(want)
     want_grads = gradients(foveal.attention(mechanism=spec, **plain), ones, plain)
     got.sum().backward()  # the incoming gradient is one number with strides 0
     for name, y in wide.items():
+        if not y.requires_grad:
+            continue
         close(y.grad if y.grad is not None else torch.zeros_like(y), want_grads[name], msg=note(name))
 
 
@@ -375,9 +417,10 @@ def bad_input_is_named(spec: Mechanism) -> None:
     """A lost axis, a wrong batch, a wrong dtype, a missing or unknown tensor: an error that names what and why."""
     x = draw(spec, SHAPES[0])
     for name, y in x.items():
-        wrong: list[Any] = [y[0], torch.cat((y, y)), y.long(), "text"]
+        other = y.long() if y.is_floating_point() else y.double()
+        wrong: list[Any] = [y[0], torch.cat((y, y)), other, "text"]
         for bad in wrong:
-            with expect(spec, name if isinstance(bad, str) or bad.dtype == torch.long else r"\w+"):
+            with expect(spec, name if isinstance(bad, str) or bad.dtype == other.dtype else r"\w+"):
                 foveal.attention(mechanism=spec, **(x | {name: bad}))
         item = spec.inputs.get(name)
         if item is not None and not item.optional:
@@ -386,7 +429,8 @@ def bad_input_is_named(spec: Mechanism) -> None:
         for bound in () if item is None else item.legal:
             assert item is not None
             if abs(bound) != float("inf"):
-                beyond = torch.full_like(y, bound + (0.1 if bound == item.legal[1] else -0.1))
+                past = 0.1 if y.is_floating_point() else 1
+                beyond = torch.full_like(y, bound + (past if bound == item.legal[1] else -past))
                 with expect(spec, name):
                     foveal.attention(mechanism=spec, **(x | {name: beyond}))
     for bad_argument in ({"nonsense": x["q"]}, {"form": "nonsense"}, {"layout": "nonsense"}, {"backend": "nonsense"}):
@@ -424,7 +468,7 @@ def documented(spec: Mechanism) -> None:
 
 def compiles(spec: Mechanism) -> None:
     """torch.compile traces the call as one graph, with the same values and gradients."""
-    x = {name: tensor.requires_grad_() for name, tensor in draw(spec, SHAPES[0]).items()}
+    x = tracked(draw(spec, SHAPES[0]))
     form = "parallel" if spec.engine == "block_sparse" else None  # its work list has data-dependent lengths
 
     def call(**tensors: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from foveal.call import Backend, Call
+from foveal.call import Backend, Call, Positions
 from foveal.engines.block_sparse import eager
 from foveal.engines.softmax import SoftmaxAttention
 
@@ -41,6 +41,11 @@ class Blocks:
     head: Tensor
 
     @property
+    def mean(self) -> Tensor:
+        """Mean of the keys of each block, [B, G, N, K]; 0 for an empty block."""
+        return self.k.sum(3) / self.real.sum(-1)[:, None, :, None].clamp(min=1)
+
+    @property
     def first(self) -> Tensor:
         """Smallest position in each block, [N]; larger than any position if the block is empty."""
         return self.position.masked_fill(self.position < 0, torch.iinfo(torch.long).max).amin(-1)
@@ -51,6 +56,69 @@ class Blocks:
         return self.position.amax(-1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Queries:
+    """The queries as an engine sees them: laid out in blocks of consecutive positions that share one choice.
+
+    Args:
+        q: queries [B, H, M, R, K], not scaled; 0 where a slot is empty.
+        real: whether a slot holds a query, bool [B or 1, M, R].
+        position: position of each slot's query among the keys, [B or 1, M, R]; -1 where a slot is empty.
+        slot: which of the T queries stands in each slot, [B or 1, M, R]; -1 for none.
+        row: the block of each query, [B or 1, T]; -1 for a query that a mask hides.
+        causal: whether the call is causal.
+    """
+
+    q: Tensor
+    real: Tensor
+    position: Tensor
+    slot: Tensor
+    row: Tensor
+    causal: bool
+
+    @property
+    def first(self) -> Tensor:
+        """Smallest position in each block, [B or 1, 1, M, 1], to compare with [N] of the key blocks."""
+        none = torch.iinfo(torch.long).max
+        return self.position.masked_fill(~self.real, none).amin(-1)[:, None, :, None]
+
+    @property
+    def last(self) -> Tensor:
+        """Largest position in each block, [B or 1, 1, M, 1]; below any position if the block is empty."""
+        none = torch.iinfo(torch.long).min
+        return self.position.masked_fill(~self.real, none).amax(-1)[:, None, :, None]
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of each block's queries, [B, H, M, K]."""
+        return self.q.sum(3) / self.real.sum(-1)[:, None, :, None].clamp(min=1)
+
+    def lay(self, x: Tensor) -> Tensor:
+        """Anything per query, [B, H, T, ...], in blocks [B, H, M, R, ...]; 0 where a slot is empty."""
+        B, H = x.shape[:2]
+        if self.slot.shape[2] == 1 and self.slot.shape[1] == x.shape[2]:
+            return x[:, :, :, None]
+        rest = x.shape[3:]
+        ones = (1,) * len(rest)
+        index = self.slot.clamp(min=0).flatten(1).view(-1, 1, self.slot[0].numel(), *ones)
+        taken = x.gather(2, index.expand(B, H, -1, *rest)).view(B, H, *self.slot.shape[1:], *rest)
+        return taken.where(self.real.view(-1, 1, *self.slot.shape[1:], *ones), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What a mechanism reads, if blocks alone do not say it.
+
+    Args:
+        blocks: bool, broadcastable to [B, H, M, N].
+        columns: positions of single keys that every query of a head reads too, [B, H, C], -1 for none; each at most
+            once.  A key that a query reads in a block already is not counted again.
+    """
+
+    blocks: Tensor
+    columns: Tensor | None = None
+
+
 class BlockSparse(SoftmaxAttention):
     """Base of mechanisms that choose key blocks.  Implement :meth:`select` and ``definition``."""
 
@@ -58,6 +126,11 @@ class BlockSparse(SoftmaxAttention):
     causal_modes: ClassVar[tuple[bool, ...]] = (True,)
 
     block_size: int
+
+    @property
+    def query_size(self) -> int:
+        """How many queries of consecutive positions share one choice."""
+        return 1
 
     def layouts(self, length: int) -> list[Tensor]:
         """Orders in which positions are cut into blocks; -1 leaves a slot empty.  Default: one, as they come."""
@@ -68,22 +141,17 @@ class BlockSparse(SoftmaxAttention):
         """Whether keys stay as they come, so that blocks are views of them."""
         return type(self).layouts is BlockSparse.layouts
 
-    def select(self, q: Tensor, blocks: Blocks, position: Tensor, *args: Any, **inputs: Any) -> Tensor:
-        """The blocks that each query reads, bool, broadcastable to [B, H, T, N].
+    def select(self, queries: Queries, keys: Blocks, *args: Any, **inputs: Any) -> Tensor | Choice:
+        """The blocks that each block of queries reads, bool, broadcastable to [B, H, M, N], or a :class:`Choice`.
 
         A block that no query may see costs work and changes nothing: the engine applies causality to the token.
-
-        Args:
-            q: [B, H, T, K], not scaled.
-            blocks: the keys.
-            position: of the queries, [B or 1, 1, T, 1].
         """
         raise NotImplementedError
 
-    def sees(self, query: Tensor, key: Tensor, part: Tensor, head: Tensor) -> Tensor | None:
-        """Which tokens of a chosen block count beside causality, or None for all.
+    def sees(self, at: Positions) -> Tensor | None:
+        """Which tokens of a chosen block count beside causality, or None for all; everything broadcasts together.
 
-        A key that stands in several layouts must count in one of them only.  All four arguments broadcast together.
+        A key that stands in several layouts must count in one of them only; ``at.part`` says in which it is asked for.
         """
         return None
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from foveal.call import Call, Result
-from foveal.engines.softmax.eager import final_state, grouped, skip_hidden, softmax, with_state
+from foveal.call import Call, Positions, Result
+from foveal.engines.softmax.eager import combine, final_state, floats, grouped, skip_hidden, softmax, with_state
 from foveal.precision import upcast
 
 if TYPE_CHECKING:
-    from foveal.engines.block_sparse import Blocks, BlockSparse
+    from foveal.engines.block_sparse import Blocks, BlockSparse, Choice, Queries
 
 ROWS = 128  # most queries in a tile
 SCORES = 1 << 22  # scores per slab of tiles: 16 MB in fp32
@@ -49,22 +49,71 @@ class Layout:
 
 def run(spec: BlockSparse, call: Call) -> Result:
     """Choose blocks, then attend to them; fp32 for half precision."""
-    call = skip_hidden(with_state(call))
+    call = skip_hidden(with_state(call, spec.carried))
     state = final_state(spec, call) if call.want_state else None
     call = call.replace(q=upcast(call.q), k=upcast(call.k), v=upcast(call.v))
     B, H, T, _ = call.q.shape
     if call.k.numel() == 0 or call.q.numel() == 0:
         lse = call.q.new_full((B, H, T), -torch.inf) if call.want_lse else None
         return Result(nothing(call), state, lse)
-    layout = lay_out(spec, call)
-    blocks = as_blocks(call, layout)
-    position = call.positions().q
-    inputs = {name: x.to(call.q.dtype) for name, x in call.inputs.items()}
-    chosen = spec.select(call.q, blocks, position, **inputs)
-    chosen = (chosen & (blocks.first <= position)).expand(B, H, T, -1)
+    at = call.positions()
+    layout, queries = lay_out(spec, call), lay_out_queries(spec, call, at)
+    choice = chosen_blocks(spec, call, layout, queries)
+    chosen = per_query(choice.blocks, queries)
     compute = parallel if call.form == "parallel" else chunked
-    output, lse = compute(spec, call, layout, blocks.k, chosen, position)
+    output, lse = compute(spec, call, layout, chosen, at)
+    if choice.columns is not None:
+        output, lse = combine([(output, lse), column_attention(spec, call, layout, chosen, choice.columns, at)])
     return Result(output, state, lse if call.want_lse else None)
+
+
+def chosen_blocks(spec: BlockSparse, call: Call, layout: Layout, queries: Queries) -> Choice:
+    """What the mechanism reads, bool [B, H, M, N], without blocks that hold nothing for a query."""
+    from foveal.engines.block_sparse import Choice
+
+    keys = as_blocks(call, layout)
+    choice = spec.select(queries, keys, **floats(call))
+    blocks, columns = (choice.blocks, choice.columns) if isinstance(choice, Choice) else (choice, None)
+    if call.causal:
+        blocks = blocks & (keys.first <= queries.last)
+    return Choice(blocks.expand(*call.q.shape[:2], queries.slot.shape[1], len(layout.part)), columns)
+
+
+def per_query(blocks: Tensor, queries: Queries) -> Tensor:
+    """The choice [B, H, M, N] of each query, [B, H, T, N]."""
+    if queries.slot.shape[2] == 1:
+        return blocks
+    B, H, _, N = blocks.shape
+    row = queries.row[:, None, :, None]
+    chosen = blocks.gather(2, row.clamp(min=0).expand(B, H, -1, N))
+    return chosen & (row >= 0)
+
+
+def lay_out_queries(spec: BlockSparse, call: Call, at: Positions) -> Queries:
+    """Cut the queries into blocks at multiples of ``query_size`` among the positions of the keys."""
+    from foveal.engines.block_sparse import Queries
+
+    (_, _, T, _), S, R = call.q.shape, call.k.shape[2], spec.query_size
+    position = at.q[:, 0, :, 0]
+    real = torch.ones_like(position, dtype=torch.bool)
+    if call.padding is not None and T <= S and (call.causal or T == S):
+        real = call.padding[:, S - T :]
+    if R == 1:
+        slot = torch.arange(T, device=position.device)[None, :, None]
+        return Queries(call.q[:, :, :, None], real[..., None], position[..., None], slot, slot[..., 0], call.causal)
+    number = position.div(R, rounding_mode="floor")
+    largest = torch.iinfo(torch.long).max
+    first = number.masked_fill(~real, largest).amin(-1, keepdim=True)
+    row = torch.where(real, number - first, -1)
+    M = max(int(row.max()) + 1, 1)
+    # a mask may hide tokens between others, so that positions, not places in memory, say where a query goes
+    flat = torch.where(real, row * R + position % R, M * R)
+    t = torch.arange(T, device=position.device).expand_as(flat)
+    slot = flat.new_full((len(flat), M * R + 1), -1).scatter(1, flat, t)[:, :-1].view(-1, M, R)
+    held = slot >= 0
+    where = position.gather(1, slot.clamp(min=0).flatten(1)).view_as(slot).masked_fill(~held, -1)
+    queries = Queries(call.q, held, where, slot, row, call.causal)
+    return dataclasses.replace(queries, q=queries.lay(call.q))
 
 
 def nothing(call: Call) -> Tensor:
@@ -99,26 +148,70 @@ def as_blocks(call: Call, layout: Layout) -> Blocks:
     return Blocks(layout.take(call.k), real, layout.position, layout.part, head)
 
 
-def parallel(
-    spec: BlockSparse, call: Call, layout: Layout, k: Tensor, chosen: Tensor, position: Tensor
-) -> tuple[Tensor, Tensor]:
+def parallel(spec: BlockSparse, call: Call, layout: Layout, chosen: Tensor, at: Positions) -> tuple[Tensor, Tensor]:
     """All scores at once over the laid-out keys: O(T S) work and memory."""
     B, H, T, _ = chosen.shape
     size = spec.block_size
-    key, real = layout.position.flatten(), layout.real.flatten(1)[:, None, None]
-    visible = chosen.repeat_interleave(size, -1) & real & (key <= position)
-    head = torch.arange(H, device=k.device)[:, None, None]
-    sees = spec.sees(position, key, layout.part.repeat_interleave(size), head)
+    slot = layout.slot.flatten(1)[:, None, None]
+    tags = {name: tag_of(x, slot) for name, x in call.carried.items()}
+    part = layout.part.repeat_interleave(size)
+    at = Positions(at.q, layout.position.flatten()[None, None, None], at.head, at.query, tags, part)
+    visible = chosen.repeat_interleave(size, -1) & layout.real.flatten(1)[:, None, None]
+    if call.causal:
+        visible = visible & (at.k <= at.q)
+    sees = spec.sees(at)
     if sees is not None:
         visible = visible & sees
-    slot = layout.slot.flatten(1)[:, None, None]
-    scores = grouped(call.q * call.scale, k.flatten(2, 3).mT)
+    scores = grouped(call.q * call.scale, layout.take(call.k).flatten(2, 3).mT)
     if call.bias is not None:
         scores = scores + call.bias.expand(B, H, T, -1).gather(-1, slot.expand(B, H, T, -1)).to(scores.dtype)
     if call.mask is not None:
         visible = visible & call.mask.expand(B, H, T, -1).gather(-1, slot.expand(B, H, T, -1))
     weight, lse = softmax(scores, visible)
     return grouped(weight, layout.take(call.v).flatten(2, 3)), lse
+
+
+def tag_of(x: Tensor, slot: Tensor) -> Tensor:
+    """What keys carry, [B, S], at slots [B or 1, 1, 1, X]."""
+    return x.gather(1, slot[:, 0, 0].expand(len(x), -1))[:, None, None]
+
+
+def column_attention(
+    spec: BlockSparse, call: Call, layout: Layout, chosen: Tensor, columns: Tensor, at: Positions
+) -> tuple[Tensor, Tensor]:
+    """Attention to single keys per head, positions [B, H, C], without those that a query reads in a block already."""
+    (B, H, T, _), C = call.q.shape, columns.shape[2]
+    if C == 0:
+        return nothing(call), call.q.new_full((B, H, T), -torch.inf)
+    head = torch.arange(H, device=columns.device)
+    # where the key stands in the first layout, which holds the keys in their order
+    slot = layout.slot.flatten(1).expand(B, -1)[
+        torch.arange(B, device=head.device)[:, None, None], columns.clamp(min=0)
+    ]
+    pick = (torch.arange(B, device=head.device)[:, None, None], (head // call.group)[None, :, None], slot)
+    k, v = call.k[pick], call.v[pick]
+    tags = {
+        name: x[torch.arange(B, device=head.device)[:, None, None], slot][:, :, None]
+        for name, x in call.carried.items()
+    }
+    place = Positions(at.q, columns[:, :, None], at.head, at.query, tags, torch.zeros_like(columns[:, :, None]))
+    real = layout.real.flatten(1).expand(B, -1)[
+        torch.arange(B, device=head.device)[:, None, None], columns.clamp(min=0)
+    ]
+    visible = ((columns >= 0) & real)[:, :, None].expand(B, H, T, C)
+    if call.causal:
+        visible = visible & (place.k <= place.q)
+    block = columns.clamp(min=0).div(spec.block_size, rounding_mode="floor")
+    inside = chosen.gather(-1, block[:, :, None].expand(B, H, T, C))
+    sees = spec.sees(place)
+    visible = visible & ~(inside if sees is None else inside & sees)
+    scores = (call.q * call.scale) @ k.mT
+    if call.bias is not None:
+        scores = scores + call.bias.expand(B, H, T, -1).gather(-1, slot[:, :, None].expand(B, H, T, C)).to(scores.dtype)
+    if call.mask is not None:
+        visible = visible & call.mask.expand(B, H, T, -1).gather(-1, slot[:, :, None].expand(B, H, T, C))
+    weight, lse = softmax(scores, visible)
+    return weight @ v, lse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,16 +258,15 @@ def tiles(chosen: Tensor) -> list[Tiles]:
     return found
 
 
-def chunked(
-    spec: BlockSparse, call: Call, layout: Layout, k: Tensor, chosen: Tensor, position: Tensor
-) -> tuple[Tensor, Tensor]:
+def chunked(spec: BlockSparse, call: Call, layout: Layout, chosen: Tensor, at: Positions) -> tuple[Tensor, Tensor]:
     """Only chosen pairs: each tile is one block of keys and queries that chose it; partial softmaxes merge by lse."""
     B, H, T, N = chosen.shape
-    v, outputs, lses, queries = layout.take(call.v), [], [], []
+    k, v = layout.take(call.k), layout.take(call.v)
+    outputs, lses, queries = [], [], []
     for work in tiles(chosen):
         step = max(1, SCORES // (work.query.shape[1] * spec.block_size))
         parts = [
-            tile_attention(spec, call, layout, k, v, position, work.block[i : i + step], work.query[i : i + step], H, N)
+            tile_attention(spec, call, layout, k, v, at, work.block[i : i + step], work.query[i : i + step], H, N)
             for i in range(0, len(work.block), step)
         ]
         outputs.append(torch.cat([output for output, _ in parts]).flatten(0, 1)[work.pair_row])
@@ -191,7 +283,7 @@ def tile_attention(
     layout: Layout,
     k: Tensor,
     v: Tensor,
-    position: Tensor,
+    at: Positions,
     block: Tensor,
     query: Tensor,
     H: int,
@@ -202,14 +294,27 @@ def tile_attention(
     g, t = h // call.group, query.clamp(min=0)
     q = call.q[b[:, None], h[:, None], t]
     scores = (q * call.scale) @ k[b, g, n].mT
-    key, own = layout.position[n][:, None], position.expand(len(call.q), -1, -1, -1)[b[:, None], 0, t]
-    real = layout.real.expand(len(call.q), -1, -1)[b, n]
-    visible = real[:, None] & (query >= 0)[..., None] & (key <= own)
-    sees = spec.sees(own, key, layout.part[n][:, None, None], h[:, None, None])
+    B = len(call.q)
+    slot = layout.slot.expand(B, -1, -1)[b, n][:, None]  # [tiles, 1, block]
+
+    def own(x: Tensor) -> Tensor:
+        return x.expand(B, -1, -1, -1)[b[:, None], 0, t]
+
+    here = Positions(
+        own(at.q),
+        layout.position[n][:, None],
+        h[:, None, None],
+        {name: own(x) for name, x in at.query.items()},
+        {name: x[b[:, None, None], slot] for name, x in call.carried.items()},
+        layout.part[n][:, None, None],
+    )
+    visible = layout.real.expand(B, -1, -1)[b, n][:, None] & (query >= 0)[..., None]
+    if call.causal:
+        visible = visible & (here.k <= here.q)
+    sees = spec.sees(here)
     if sees is not None:
         visible = visible & sees
     if call.mask is not None or call.bias is not None:
-        slot = layout.slot.expand(len(call.q), -1, -1)[b, n][:, None]
         place = (b[:, None, None], h[:, None, None], t[..., None], slot)
         full = (*call.q.shape[:3], call.k.shape[2])
         if call.bias is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from foveal.call import Backend, Call, Positions
 from foveal.engines.softmax import backends
 from foveal.spec import Mechanism
-from foveal.state import KeyValueState, State
+from foveal.state import ChainedState, KeyValueState, State
 
 ScoreMod = Callable[[Tensor, Positions], Tensor]
 MaskMod = Callable[[Positions], Tensor]
@@ -68,6 +68,12 @@ class SoftmaxAttention(Mechanism):
 
     def check_state(self, state: State, call: Call, rows: int) -> None:
         """Refuse a state of another engine or of other shapes."""
+        if self.carried:
+            if not isinstance(state, ChainedState) or len(state.parts) != 2:
+                raise self.fail("initial_state", type(state).__name__, "a state of the same mechanism")
+            state, tags = state.parts
+            if not isinstance(tags, KeyValueState) or tags.k.shape[-1] != len(self.carried):
+                raise self.fail("initial_state", type(tags).__name__, "a state of the same mechanism")
         if not isinstance(state, KeyValueState):
             raise self.fail("initial_state", type(state).__name__, "KeyValueState")
         for name, mine, new in (("keys", state.k, call.k), ("values", state.v, call.v)):

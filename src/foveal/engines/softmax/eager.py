@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from foveal.call import Call, Positions, Result
 from foveal.precision import upcast, upcast_on_cpu
-from foveal.state import KeyValueState
+from foveal.state import ChainedState, KeyValueState
 
 if TYPE_CHECKING:
     from foveal.engines.softmax import SoftmaxAttention
@@ -137,25 +137,44 @@ def chunked(spec: SoftmaxAttention, call: Call, inputs: dict[str, Tensor]) -> tu
     return torch.cat(outputs, 2), torch.cat(lses, 2)
 
 
-def with_state(call: Call) -> Call:
-    """The call with the keys and values of its state in front of its own."""
-    if call.state is None:
+def with_state(call: Call, carried: tuple[str, ...] = ()) -> Call:
+    """The call with the keys and values of its state in front of its own, and with what the keys carry beside them."""
+    cache, kept = call.state.parts if isinstance(call.state, ChainedState) else (call.state, None)
+    if carried:
+        tags = torch.stack([call.inputs[name] for name in carried], -1)[:, None]  # [B, 1, S, names]
+        if isinstance(kept, KeyValueState):
+            tags = torch.cat((kept.k, tags), 2)
+        call = call.replace(carried=dict(zip(carried, tags[:, 0].unbind(-1), strict=True)))
+    if cache is None:
         return call
-    assert isinstance(call.state, KeyValueState)
-    everything = call.state.extend(call.k, call.v, call.padding)
+    assert isinstance(cache, KeyValueState)
+    everything = cache.extend(call.k, call.v, call.padding)
     return call.replace(k=everything.k, v=everything.v, padding=everything.padding, state=None)
 
 
-def final_state(spec: SoftmaxAttention, call: Call) -> KeyValueState:
-    """The keys and values that a later query can still see."""
+def final_state(spec: SoftmaxAttention, call: Call) -> KeyValueState | ChainedState:
+    """The keys and values that a later query can still see, and what they carry."""
     state = KeyValueState(call.k, call.v, call.padding)
     before, always = spec.reach()[0], spec.always_visible()
-    if before is None or (always and not spec.shift_invariant):
+    wanted = state.real()
+    if before is not None and not (always and not spec.shift_invariant):
+        count = wanted.cumsum(1)
+        recent = count > count[:, -1:] - before
+        wanted = wanted & (recent | (count <= always))
+        state = state.keep(wanted)
+    if not call.carried:
         return state
-    real = state.real()
-    count = real.cumsum(1)
-    recent = count > count[:, -1:] - before
-    return state.keep(real & (recent | (count <= always)))
+    tags = torch.stack(list(call.carried.values()), -1)[:, None]
+    kept = KeyValueState(tags, tags[..., :0], call.padding)
+    return ChainedState((state, kept.keep(wanted) if state.k is not call.k else kept))
+
+
+def combine(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Softmax over the union of disjoint key sets, from the output [..., V] and log-sum-exp [...] over each."""
+    lses = torch.stack([lse for _, lse in parts], -1)
+    share, lse = softmax(lses, lses > -torch.inf)
+    output = sum((share[..., i, None] * part for i, (part, _) in enumerate(parts)), torch.zeros_like(parts[0][0]))
+    return output, lse
 
 
 def skip_hidden(call: Call) -> Call:
@@ -172,14 +191,20 @@ def skip_hidden(call: Call) -> Call:
     return call.replace(k=call.k.where(seen, 0), v=call.v.where(seen, 0))
 
 
+def floats(call: Call) -> dict[str, Tensor]:
+    """The call's inputs in the precision that engines compute in; whole numbers stay."""
+    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in call.inputs.items()}
+
+
 def run(spec: SoftmaxAttention, call: Call) -> Result:
     """Our own forms, in fp32 for half precision."""
-    call = skip_hidden(with_state(call))
+    call = skip_hidden(with_state(call, spec.carried))
     state = final_state(spec, call) if call.want_state else None
     wide = call.replace(q=upcast(call.q), k=upcast(call.k), v=upcast(call.v))
     if call.bias is not None:
         wide = wide.replace(bias=call.bias.to(wide.q.dtype))
-    inputs = {name: x.to(wide.q.dtype) for name, x in call.inputs.items()}
+    inputs = floats(call)
     output, lse = (parallel if call.form == "parallel" else chunked)(spec, wide, inputs)
     sink = spec.sink_logits(**inputs)
     if sink is not None:
@@ -191,7 +216,7 @@ def run(spec: SoftmaxAttention, call: Call) -> Result:
 
 def sdpa(spec: SoftmaxAttention, call: Call) -> Result:
     """Torch's own kernel, which accumulates half precision in fp32."""
-    call = skip_hidden(with_state(call))
+    call = skip_hidden(with_state(call, spec.carried))
     state = final_state(spec, call) if call.want_state else None
     wide = call.replace(q=upcast_on_cpu(call.q), k=upcast_on_cpu(call.k), v=upcast_on_cpu(call.v))
     T, S = call.q.shape[2], call.k.shape[2]

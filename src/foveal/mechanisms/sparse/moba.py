@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from foveal.engines.block_sparse import Blocks, BlockSparse
+from foveal.engines.block_sparse import Blocks, BlockSparse, Queries
 from foveal.spec import Cost, Limit, Paper
 
 
@@ -56,12 +56,12 @@ class MoBA(BlockSparse, name="moba"):
         self.require_int("block_size")
         self.require_int("top_k")
 
-    def select(self, q: Tensor, blocks: Blocks, position: Tensor) -> Tensor:
-        own = position.div(self.block_size, rounding_mode="floor")
-        number = torch.arange(blocks.k.shape[2], device=q.device)
-        count = blocks.real.sum(-1)[:, None, :, None].clamp(min=1)
-        mean = (blocks.k.detach().sum(3) / count).repeat_interleave(q.shape[1] // blocks.k.shape[1], 1)
-        likes = (q.detach() @ mean.mT).masked_fill(number >= own, -torch.inf)
+    def select(self, queries: Queries, keys: Blocks) -> Tensor:
+        q = queries.q[:, :, :, 0].detach()
+        own = queries.last.div(self.block_size, rounding_mode="floor")
+        number = torch.arange(keys.k.shape[2], device=q.device)
+        mean = keys.mean.detach().repeat_interleave(q.shape[1] // keys.k.shape[1], 1)
+        likes = (q @ mean.mT).masked_fill(number >= own, -torch.inf)
         best = likes.topk(min(self.top_k - 1, len(number)), dim=-1).indices
         past = torch.zeros_like(likes, dtype=torch.bool).scatter(-1, best, True) & (number < own)
         return past | (number == own)

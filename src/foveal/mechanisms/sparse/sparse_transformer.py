@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from foveal.engines.block_sparse import Blocks, BlockSparse
+from foveal.call import Positions
+from foveal.engines.block_sparse import Blocks, BlockSparse, Queries
 from foveal.spec import Cost, Limit, Paper
 
 
@@ -89,29 +90,31 @@ class SparseTransformer(BlockSparse, name="sparse_transformer"):
         columns = torch.nn.functional.pad(columns, (0, -rows % self.block_size), value=length)
         return [every, columns.masked_fill(columns >= length, -1).flatten()]
 
-    def select(self, q: Tensor, blocks: Blocks, position: Tensor) -> Tensor:
+    def select(self, queries: Queries, keys: Blocks) -> Tensor:
+        position = queries.last
         if self.pattern == "fixed":
-            near = blocks.last >= position - position % self.stride
+            near = keys.last >= position - position % self.stride
             sample = torch.ones_like(near)
         else:
-            near = blocks.last >= position - self.stride
-            sample = blocks.first % self.stride == position % self.stride
-        first, second = (blocks.part == 0) & near, (blocks.part == 1) & sample
+            near = keys.last >= position - self.stride
+            sample = keys.first % self.stride == position % self.stride
+        first, second = (keys.part == 0) & near, (keys.part == 1) & sample
         if self.heads == "merged":
             return first | second
-        even, own = blocks.head % 2 == 0, blocks.last >= position
-        return torch.where(even, first, second | ((blocks.part == 0) & own))
+        even, own = keys.head % 2 == 0, keys.last >= position
+        return torch.where(even, first, second | ((keys.part == 0) & own))
 
-    def sees(self, query: Tensor, key: Tensor, part: Tensor, head: Tensor) -> Tensor:
-        gap, l = query - key, self.stride
+    def sees(self, at: Positions) -> Tensor:
+        assert at.part is not None
+        gap, l = at.q - at.k, self.stride
         if self.pattern == "fixed":
-            first, second = key // l == query // l, key % l >= l - self.summary
+            first, second = at.k // l == at.q // l, at.k % l >= l - self.summary
         else:
             first, second = gap <= l, gap % l == 0
         if self.heads == "merged":
-            return torch.where(part == 0, first, second & ~first)
-        odd = torch.where(part == 0, gap == 0, second & (gap > 0))
-        return torch.where(head % 2 == 0, first & (part == 0), odd)
+            return torch.where(at.part == 0, first, second & ~first)
+        odd = torch.where(at.part == 0, gap == 0, second & (gap > 0))
+        return torch.where(at.head % 2 == 0, first & (at.part == 0), odd)
 
     def definition(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, visible: Tensor) -> Tensor:
         (H, T, _), S, l = q.shape, k.shape[1], self.stride
