@@ -390,10 +390,12 @@ def test_a_call_that_nobody_can_run_says_why():
 def test_explain_says_who_runs_and_why_not():
     q = torch.randn(1, 1, 4, 2)
     routes = foveal.explain("softmax", q, q, q)
-    assert [(r.backend, r.chosen) for r in routes] == [("sdpa", True), ("torch", False)]
+    assert [(r.backend, r.chosen) for r in routes] == [("sdpa", True), ("native", False), ("torch", False)]
+    q = torch.randn(1, 4, 512, 2)  # more than a few scores
+    assert [r.backend for r in foveal.explain("softmax", q, q, q)] == ["native", "sdpa", "torch"]
     routes = foveal.explain("sliding_window", q, q, q)
-    assert not routes[0].chosen
-    assert str(routes[0]) == "sdpa: it does not skip the keys that a mask function hides"
+    assert not routes[1].chosen
+    assert str(routes[1]) == "sdpa: it does not skip the keys that a window or a mask function hides"
 
 
 def test_names_find_their_way():

@@ -240,6 +240,25 @@ def test_threads_do_not_change_a_bit():
 
 
 @pytest.mark.parametrize(("decay", "erase"), KINDS)
+@pytest.mark.parametrize("normalized", [False, True])
+def test_more_threads_than_heads_share_columns(decay, erase, normalized):
+    """Columns of one head on several threads: the same bits, in chunks, in what they save, and in steps."""
+    before = torch.get_num_threads()
+    for T, K, V in ((70, 5, 100), (4, 260, 130)):  # the second has enough work for steps to be shared
+        x, found = make(decay, erase, T, K, V, normalized=normalized, decays=(-0.1,), B=1, H=1), []
+        try:
+            for threads in (1, 2, 5):
+                torch.set_num_threads(threads)
+                found.append(differentiate(engine.kernel, x, "chunked"))
+                with torch.no_grad():
+                    found[-1] |= {f"{n} in steps": y for n, y in enumerate(run(engine.kernel, x, "recurrent"))}
+        finally:
+            torch.set_num_threads(before)
+        for other in found[1:]:
+            agree(other, double(found[0]), (T, K, V), tolerance=0)
+
+
+@pytest.mark.parametrize(("decay", "erase"), KINDS)
 def test_the_op_meets_torch_s_own_checks(decay, erase):
     x = make(decay, erase, 20, 4, 3, decays=(-0.1,))
     letters = [x.get(n) for n in ("read", "write", "value", "log_decay", "u", "w", "state")]

@@ -6,9 +6,9 @@ The library links to nothing but the C library.  torch's own threads are handed 
 
 from __future__ import annotations
 
-import array
 import ctypes
 import pathlib
+import struct
 import sysconfig
 
 import torch
@@ -34,7 +34,8 @@ def _found() -> ctypes.CDLL | None:
 
 def _opened(path: pathlib.Path) -> ctypes.CDLL:
     lib = ctypes.CDLL(str(path))
-    lib.foveal_recurrence.argtypes = [ctypes.c_void_p, ctypes.c_double, ctypes.c_int64, ctypes.c_int64]
+    lib.foveal_recurrence.argtypes = [ctypes.c_char_p, ctypes.c_double, ctypes.c_int64, ctypes.c_int64]
+    lib.foveal_attention.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
     lib.foveal_set_parallel.argtypes = [ctypes.c_void_p]
     lib.foveal_set_parallel.restype = None
     lib.foveal_isa.restype = ctypes.c_char_p
@@ -92,7 +93,20 @@ def recurrence(words: list[int], scale: float, what: int) -> None:
         MemoryError: if there is no room for its working memory.
     """
     assert LIBRARY is not None
-    flat = array.array("q", words)
-    failed = LIBRARY.foveal_recurrence(flat.buffer_info()[0], scale, what, torch.get_num_threads())
+    flat = struct.pack(f"{len(words)}q", *words)
+    failed = LIBRARY.foveal_recurrence(flat, scale, what, torch.get_num_threads())
     if failed:
         raise MemoryError("foveal: no memory for the working space of the recurrence kernel")
+
+
+def attention(words: list[int], scale: float, cap: float, what: int) -> None:
+    """Run the attention kernel on a flat list of numbers.
+
+    Raises:
+        MemoryError: if there is no room for its working memory.
+    """
+    assert LIBRARY is not None
+    flat, reals = struct.pack(f"{len(words)}q", *words), struct.pack("2d", scale, cap)
+    failed = LIBRARY.foveal_attention(flat, reals, what, torch.get_num_threads())
+    if failed:
+        raise MemoryError("foveal: no memory for the working space of the attention kernel")

@@ -2,17 +2,21 @@
 #include "kernels.hpp"
 
 #define FOVEAL_EXPORT extern "C" __attribute__((visibility("default")))
-#define KERNELS(isa) extern "C" int foveal_recurrence_##isa(const int64_t*, double, int64_t, const Threads*);
+#define KERNELS(isa)                                                                          \
+    extern "C" int foveal_recurrence_##isa(const int64_t*, double, int64_t, const Threads*); \
+    extern "C" int foveal_attention_##isa(const int64_t*, const double*, int64_t, const Threads*);
 FOVEAL_ISAS(KERNELS)
 
 namespace {
 
 typedef int (*Recurrence)(const int64_t*, double, int64_t, const Threads*);
+typedef int (*Attention)(const int64_t*, const double*, int64_t, const Threads*);
 
 struct Set {
     const char* name;
     bool (*runs)();
     Recurrence recurrence;
+    Attention attention;
 };
 
 #if defined(__x86_64__)
@@ -27,7 +31,7 @@ bool runs_v3() {
 #endif
 bool runs_base() { return true; }
 
-#define ENTRY(isa) {#isa, runs_##isa, foveal_recurrence_##isa},
+#define ENTRY(isa) {#isa, runs_##isa, foveal_recurrence_##isa, foveal_attention_##isa},
 const Set SETS[] = {FOVEAL_ISAS(ENTRY)};
 const Set* chosen = nullptr;
 Threads threads = {nullptr, 1};
@@ -58,4 +62,9 @@ FOVEAL_EXPORT int foveal_use_isa(const char* name) {
 FOVEAL_EXPORT int foveal_recurrence(const int64_t* words, double scale, int64_t what, int64_t count) {
     const Threads own = {threads.run, count};
     return best().recurrence(words, scale, what, &own);
+}
+
+FOVEAL_EXPORT int foveal_attention(const int64_t* words, const double* reals, int64_t what, int64_t count) {
+    const Threads own = {threads.run, count};
+    return best().attention(words, reals, what, &own);
 }

@@ -14,14 +14,23 @@ struct Reader {
     long number() { return (long)*at++; }
     template <class T>
     T* pointer() { return (T*)(intptr_t)*at++; }
-    View view() {
+    // address and kind, then four strides; fp32 in the order of its axes [B, H, T, width] has kind -1 and no strides
+    View view(const Sizes& z, long width) {
         View v;
         v.data = pointer<void>();
+        v.kind = *at++;
+        if (v.kind < 0) {
+            v.kind = FP32;
+            v.channel = 1;
+            v.token = width;
+            v.head = z.T * width;
+            v.batch = z.H * v.head;
+            return v;
+        }
         v.batch = *at++;
         v.head = *at++;
         v.token = *at++;
         v.channel = *at++;
-        v.kind = *at++;
         return v;
     }
 };
@@ -37,14 +46,17 @@ void parse(const int64_t* words, double scale, int64_t what, Sizes& z, Arguments
     z.erase = (Erase)in.number();
     z.normalize = in.number() != 0;
     z.scale = (float)scale;
+    z.first = 0;
+    z.all = z.V;
     z.columns = z.V + (z.normalize ? 1 : 0);
     z.Kp = round_up(z.K, LANES);
     z.Vp = round_up(z.columns, LANES);
-    View* views[] = {&x.read, &x.write, &x.value, &x.decay, &x.erase_u, &x.erase_w};
-    for (View* v : views) *v = in.view();
+    const long decay = z.decay == CHANNEL ? z.K : 1, widths[] = {z.K, z.K, z.V, decay, z.K, z.K};
+    View* const letters[] = {&x.read, &x.write, &x.value, &x.decay, &x.erase_u, &x.erase_w};
+    for (int i = 0; i < 6; i++) *letters[i] = in.view(z, widths[i]);
     x.state = in.pointer<float>();
     x.normalizer = in.pointer<float>();
-    x.output = in.view();
+    x.output = in.view(z, z.V);
     x.last_state = in.pointer<float>();
     x.last_normalizer = in.pointer<float>();
     x.entering = x.written = x.weight = nullptr;
@@ -53,26 +65,53 @@ void parse(const int64_t* words, double scale, int64_t what, Sizes& z, Arguments
     x.written = in.pointer<float>();
     x.weight = in.pointer<float>();
     if (what == FORWARD) return;
-    View* more[] = {&x.grad_output, &x.grad_read, &x.grad_write, &x.grad_value, &x.grad_decay, &x.grad_u, &x.grad_w};
-    for (View* v : more) *v = in.view();
+    x.grad_output = in.view(z, z.V);
+    View* const grads[] = {&x.grad_read, &x.grad_write, &x.grad_value, &x.grad_decay, &x.grad_u, &x.grad_w};
+    for (int i = 0; i < 6; i++) *grads[i] = in.view(z, widths[i]);
     x.grad_last_state = in.pointer<float>();
     x.grad_last_normalizer = in.pointer<float>();
     x.grad_state = in.pointer<float>();
     x.grad_normalizer = in.pointer<float>();
 }
 
-// Heads are taken from a counter, so that uneven cores stay busy.  Returns 0, or 1 if memory ran out.
+// What a call fills is mostly fresh memory.
+void expect_outputs(const Sizes& z, const Arguments& x, int64_t what) {
+    const size_t heads = z.B * z.H, rows = heads * z.T, state = heads * z.K * z.line() * 4;
+    auto letter = [=](const View& v, long width) { expect_writes(v.data, rows * width * (v.kind == FP32 ? 4 : 2)); };
+    if (what == BACKWARD) {
+        const View* rows_k[] = {&x.grad_read, &x.grad_write, &x.grad_u, &x.grad_w};
+        for (const View* v : rows_k) letter(*v, z.K);
+        letter(x.grad_value, z.V);
+        letter(x.grad_decay, z.decay == CHANNEL ? z.K : 1);
+        return;
+    }
+    letter(x.output, z.V);
+    expect_writes(x.last_state, heads * z.K * z.V * 4);
+    expect_writes(x.entering, z.chunks() * state);
+    expect_writes(x.written, rows * z.line() * 4);
+}
+
+// Columns of a task: all of a head, or where threads outnumber heads whole tiles, which do not depend on each other.
+long task_width(const Sizes& z, int64_t threads) {
+    constexpr long TILE = TILE_VECS * LANES;
+    const long heads = z.B * z.H, parts = heads ? threads / heads : 0;
+    return parts < 2 ? z.V : round_up((z.V + parts - 1) / parts, TILE);
+}
+
+// Tasks are taken from a counter, so that uneven cores stay busy.  Returns 0, or 1 if memory ran out.
 template <class Work>
-int over_heads(const Sizes& z, const Arguments& x, const Threads& threads, bool small) {
+int over_heads(const Sizes& z, const Arguments& x, const Threads& threads, long width) {
+    const long parts = width ? (z.V + width - 1) / width : 0;
+    const Sizes widest = z.part(0, width);
     Cursor count(nullptr);
-    Work measure(count, z);
-    const size_t floats = count.used();
+    Work measure(count, widest);
     struct Shared {
-        const Sizes& z;
+        const Sizes &z, &widest;
         const Arguments& x;
         size_t floats;
+        long parts;
         int64_t next, failed;
-    } shared{z, x, floats, 0, 0};
+    } shared{z, widest, x, count.used(), parts, 0, 0};
     auto body = [](int64_t, int64_t, void* context) {
         Shared& s = *(Shared*)context;
         FlushDenormals flush;
@@ -82,12 +121,13 @@ int over_heads(const Sizes& z, const Arguments& x, const Threads& threads, bool 
             return;
         }
         Cursor cursor(block.data());
-        Work work(cursor, s.z);
-        const int64_t heads = s.z.B * s.z.H;
-        for (int64_t h; (h = __atomic_fetch_add(&s.next, 1, __ATOMIC_RELAXED)) < heads;) work.head(s.x, s.z, h);
+        Work work(cursor, s.widest);
+        const int64_t tasks = s.z.B * s.z.H * s.parts;
+        for (int64_t i; (i = __atomic_fetch_add(&s.next, 1, __ATOMIC_RELAXED)) < tasks;)
+            work.head(s.x, s.z.part(i % s.parts * s.widest.V, s.widest.V), i / s.parts);
     };
-    const int64_t workers = threads.count < z.B * z.H ? threads.count : z.B * z.H;
-    if (threads.run && workers > 1 && !small) {
+    const int64_t tasks = z.B * z.H * parts, workers = threads.count < tasks ? threads.count : tasks;
+    if (threads.run && workers > 1) {
         if (threads.run(0, workers, 1, body, &shared)) return 2;
     } else {
         body(0, 1, &shared);
@@ -101,9 +141,13 @@ extern "C" int JOIN(foveal_recurrence_, ISA)(const int64_t* words, double scale,
     Sizes z;
     Arguments x;
     parse(words, scale, what, z, x);
+    expect_outputs(z, x, what);
+    const Threads one = {nullptr, 1};
+    const bool small = what == STEP && z.B * z.H * z.T * z.K * z.V < 1 << 17;  // waking a thread would cost more
+    const Threads& own = small ? one : *threads;
     switch (what) {
-        case FORWARD: return over_heads<Forward>(z, x, *threads, false);
-        case BACKWARD: return over_heads<Backward>(z, x, *threads, false);
-        default: return over_heads<Steps>(z, x, *threads, z.B * z.H * z.T * z.K * z.V < 1 << 17);
+        case FORWARD: return over_heads<Forward>(z, x, own, task_width(z, own.count));
+        case BACKWARD: return over_heads<Backward>(z, x, own, z.V);  // gradients of r, p, u and w sum over columns
+        default: return over_heads<Steps>(z, x, own, task_width(z, own.count));
     }
 }

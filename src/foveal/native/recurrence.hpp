@@ -27,12 +27,23 @@ INLINE long round_up(long n, long to) { return (n + to - 1) / to * to; }
 
 struct Sizes {
     long B, H, T, K, V;
+    long first, all;  // a task may take only some columns: the first of its V, and how many there are
     Decay decay;
     Erase erase;
     bool normalize;
     float scale;
     long Kp, Vp, columns;  // padded widths; columns of the state, the normaliser's included
     long chunks() const { return (T + CHUNK - 1) / CHUNK; }
+    long line() const { return all + normalize; }  // floats in a row of what is saved for the backward pass
+    // columns [from, from + V) of the state; each task has the normaliser for itself
+    Sizes part(long from, long width) const {
+        Sizes z = *this;
+        z.first = from;
+        z.V = width < all - from ? width : all - from;
+        z.columns = z.V + (normalize ? 1 : 0);
+        z.Vp = round_up(z.columns, LANES);
+        return z;
+    }
 };
 
 // What one call reads and writes.  States are contiguous fp32.
@@ -290,34 +301,37 @@ INLINE void put(const View& v, const Place& at, long n, const float* x, long wid
 
 // the values, and 1 in the normaliser's column
 INLINE void fetch_values(const Arguments& x, const Sizes& z, const Place& at, float* out) {
-    fetch(x.value, at, z.V, 1.0f, out, z.Vp);
+    fetch(x.value.from(z.first), at, z.V, 1.0f, out, z.Vp);
     if (z.normalize)
         for (long t = 0; t < at.real; t++) out[t * z.Vp + z.V] = 1;
 }
 
-// dense rows of `columns` floats to padded ones and back
+// dense rows, the normaliser's column last, to padded ones and back
 INLINE void widen(const float* dense, long rows, const Sizes& z, float* padded) {
     for (long k = 0; k < rows; k++) {
-        memcpy(padded + k * z.Vp, dense + k * z.columns, z.columns * 4);
+        memcpy(padded + k * z.Vp, dense + k * z.line(), z.columns * 4);
         for (long j = z.columns; j < z.Vp; j++) padded[k * z.Vp + j] = 0;
     }
 }
 INLINE void narrow(const float* padded, long rows, const Sizes& z, float* dense) {
-    for (long k = 0; k < rows; k++) memcpy(dense + k * z.columns, padded + k * z.Vp, z.columns * 4);
+    for (long k = 0; k < rows; k++) {
+        memcpy(dense + k * z.line() + z.first, padded + k * z.Vp, z.V * 4);
+        if (z.normalize && !z.first) dense[k * z.line() + z.all] = padded[k * z.Vp + z.V];
+    }
 }
 
 // a state with its normaliser as last column; null is 0
 INLINE void read_state(const float* matrix, const float* normalizer, long head, const Sizes& z, float* state) {
     memset(state, 0, z.Kp * z.Vp * 4);
     for (long k = 0; k < z.K; k++) {
-        if (matrix) memcpy(state + k * z.Vp, matrix + (head * z.K + k) * z.V, z.V * 4);
+        if (matrix) memcpy(state + k * z.Vp, matrix + (head * z.K + k) * z.all + z.first, z.V * 4);
         if (z.normalize && normalizer) state[k * z.Vp + z.V] = normalizer[head * z.K + k];
     }
 }
 INLINE void write_state(const float* state, long head, const Sizes& z, float* matrix, float* normalizer) {
     for (long k = 0; k < z.K; k++) {
-        memcpy(matrix + (head * z.K + k) * z.V, state + k * z.Vp, z.V * 4);
-        if (z.normalize) normalizer[head * z.K + k] = state[k * z.Vp + z.V];
+        memcpy(matrix + (head * z.K + k) * z.all + z.first, state + k * z.Vp, z.V * 4);
+        if (z.normalize && !z.first) normalizer[head * z.K + k] = state[k * z.Vp + z.V];
     }
 }
 
@@ -385,7 +399,7 @@ struct Forward {
     void chunk(const Arguments& x, const Sizes& z, long head, long c) {
         const Place at = place(z, head, c);
         const long n = at.rows, Kp = z.Kp, Vp = z.Vp;
-        if (x.entering) narrow(state, z.K, z, x.entering + (head * z.chunks() + c) * z.K * z.columns);
+        if (x.entering) narrow(state, z.K, z, x.entering + (head * z.chunks() + c) * z.K * z.line());
         prepare(x, z, at);
         fetch_values(x, z, at, v);
         float* erased = nullptr;
@@ -399,13 +413,13 @@ struct Forward {
             solve(l_other, e, n, Vp);
             erased = e;
         }
-        if (x.written && erased) narrow(erased, at.real, z, x.written + (head * z.T + at.first) * z.columns);
+        if (x.written && erased) narrow(erased, at.real, z, x.written + (head * z.T + at.first) * z.line());
         product<Into::Set>(n, Vp, Kp, {r.since, Kp, 1}, state, Vp, o, Vp);
         product<Into::Add, Part::LowerLeft>(n, Vp, n, {a, CHUNK, 1}, v, Vp, o, Vp);
         if (z.erase == OTHER) product<Into::Add, Part::LowerLeft>(n, Vp, n, {a_other, CHUNK, 1}, e, Vp, o, Vp);
         advance(state, decay, p, v, z.erase == OTHER ? &u : nullptr, e, n, z);
         if (z.normalize) divide(x, z, at, head);
-        put(x.output, at, z.V, o, Vp);
+        put(x.output.from(z.first), at, z.V, o, Vp);
     }
 
     // the output divided by its last column; 0 where nothing was written
@@ -413,7 +427,7 @@ struct Forward {
         for (long t = 0; t < at.real; t++) {
             float* row = o + t * z.Vp;
             const float weight = row[z.V];
-            if (x.weight) x.weight[head * z.T + at.first + t] = weight;
+            if (x.weight && !z.first) x.weight[head * z.T + at.first + t] = weight;
             const Vec gain = splat(weight != 0 ? 1 / weight : 0.0f);
             for (long j = 0; j < z.Vp; j += LANES) store(row + j, load(row + j) * gain);
         }
@@ -483,8 +497,8 @@ struct Backward {
         f.prepare(x, z, at);
         fetch_gradient(x, z, at, head);
         memset(f.state, 0, Kp * Vp * 4);
-        widen(x.entering + (head * z.chunks() + c) * z.K * z.columns, z.K, z, f.state);
-        float* written = erase ? x.written + (head * z.T + at.first) * z.columns : nullptr;
+        widen(x.entering + (head * z.chunks() + c) * z.K * z.line(), z.K, z, f.state);
+        float* written = erase ? x.written + (head * z.T + at.first) * z.line() : nullptr;
         if (z.erase == WRITTEN)
             refetch(written, z, at, f.v);
         else
@@ -737,7 +751,7 @@ struct Backward {
 
 // For a handful of tokens: the formula itself, the state read and written once per token.
 struct Steps {
-    float *r, *p, *d, *u, *w, *v, *o;
+    float *r, *p, *d, *u, *w, *v, *o, *weights;
 
     Steps(Cursor& c, const Sizes& z) {
         r = c.take(z.Kp);
@@ -747,26 +761,28 @@ struct Steps {
         w = c.take(z.Kp);
         v = c.take(z.Vp);
         o = c.take(z.Vp);
+        weights = c.take(z.Kp);
     }
 
     void head(const Arguments& x, const Sizes& z, long head) {
-        float *state = x.last_state + head * z.K * z.V, *weights = z.normalize ? x.last_normalizer + head * z.K : nullptr;
-        const float* before = x.state ? x.state + head * z.K * z.V : nullptr;
+        float* state = x.last_state + head * z.K * z.all + z.first;
+        const float* before = x.state ? x.state + head * z.K * z.all + z.first : nullptr;
         const float* weights_before = z.normalize && x.normalizer ? x.normalizer + head * z.K : nullptr;
         for (long t = 0; t < z.T; t++) {
             Place at = {head / z.H, head % z.H, t, 1, 1};
-            token(x, z, at, head, before, weights_before, state, weights);
+            token(x, z, at, head, before, weights_before, state);
             before = state;
             weights_before = weights;
         }
+        if (z.normalize && !z.first) memcpy(x.last_normalizer + head * z.K, weights, z.K * 4);
     }
 
     void token(const Arguments& x, const Sizes& z, const Place& at, long head, const float* before,
-               const float* weights_before, float* state, float* weights) {
+               const float* weights_before, float* state) {
         const long K = z.K, V = z.V;
         fetch(x.read, at, K, z.scale, r, z.Kp);
         fetch(x.write, at, K, 1.0f, p, z.Kp);
-        fetch(x.value, at, V, 1.0f, v, z.Vp);
+        fetch(x.value.from(z.first), at, V, 1.0f, v, z.Vp);
         if (z.decay == NONE)
             for (long k = 0; k < z.Kp; k += LANES) store(d + k, splat(1.0f));
         else {
@@ -782,9 +798,9 @@ struct Steps {
         const float* along = z.erase == OTHER ? u : p;
         const float* taken = z.erase != KEEP && before ? w : nullptr;
         long j = 0;
-        for (; j + 4 * LANES <= V; j += 4 * LANES) columns<4>(K, V, j, before, state, taken, along);
-        for (; j + LANES <= V; j += LANES) columns<1>(K, V, j, before, state, taken, along);
-        for (; j < V; j++) column(K, V, j, before, state, taken, along);
+        for (; j + 4 * LANES <= V; j += 4 * LANES) columns<4>(z, j, before, state, taken);
+        for (; j + LANES <= V; j += LANES) columns<1>(z, j, before, state, taken);
+        for (; j < V; j++) column(z, j, before, state, taken, along);
         if (z.normalize) {
             float weight = 0, erased = 0;
             if (z.erase != KEEP && weights_before)
@@ -794,30 +810,49 @@ struct Steps {
                 weights[k] = old + p[k] - (z.erase == KEEP ? 0 : along[k] * erased);
                 weight += weights[k] * r[k];
             }
-            if (x.weight) x.weight[head * z.T + at.first] = weight;
+            if (x.weight && !z.first) x.weight[head * z.T + at.first] = weight;
             const float inverse = weight != 0 ? 1 / weight : 0;
             for (long j = 0; j < V; j++) o[j] *= inverse;
         }
-        put(x.output, at, V, o, z.Vp);
+        put(x.output.from(z.first), at, V, o, z.Vp);
     }
 
     // some columns of the state, one pass over its rows, two with an erasure; w is decayed already
     template <int VECS>
-    void columns(long K, long V, long j, const float* before, float* now, const float* erase, const float* along) {
-        Vec erased[VECS] = {}, read[VECS] = {}, value[VECS];
+    void columns(const Sizes& z, long j, const float* before, float* now, const float* erase) {
+        Vec erased[VECS] = {}, value[VECS];
+        const long K = z.K, all = z.all;
         UNROLL for (int i = 0; i < VECS; i++) value[i] = load(v + j + i * LANES);
         if (erase)
             for (long k = 0; k < K; k++) {
                 const Vec gain = splat(erase[k]);
-                UNROLL for (int i = 0; i < VECS; i++) erased[i] += gain * load(before + k * V + j + i * LANES);
+                UNROLL for (int i = 0; i < VECS; i++) erased[i] += gain * load(before + k * all + j + i * LANES);
             }
+        if (z.erase == WRITTEN)  // along the same vector: less is written
+            UNROLL for (int i = 0; i < VECS; i++) value[i] -= erased[i];
+        if (!before)
+            rows<VECS, false, false>(z, j, before, now, value, erased);
+        else if (erase && z.erase == OTHER)
+            rows<VECS, true, true>(z, j, before, now, value, erased);
+        else
+            rows<VECS, true, false>(z, j, before, now, value, erased);
+    }
+
+    template <int VECS, bool BEFORE, bool TAKE>
+    void rows(const Sizes& z, long j, const float* before, float* now, const Vec* value, const Vec* erased) {
+        // local copies: for all that the compiler knows, a store to the state changes everything else
+        const long K = z.K, all = z.all;
+        const float *keeps = d, *adds = p, *takes = u, *meets = r;
+        Vec read[VECS] = {}, come[VECS], gone[VECS];
+        UNROLL for (int i = 0; i < VECS; i++) come[i] = value[i], gone[i] = erased[i];
         for (long k = 0; k < K; k++) {
-            const Vec keep = splat(d[k]), add = splat(p[k]), take = splat(erase ? along[k] : 0.0f), meet = splat(r[k]);
+            const Vec keep = splat(keeps[k]), add = splat(adds[k]), meet = splat(meets[k]);
+            const Vec take = splat(TAKE ? takes[k] : 0.0f);
             UNROLL for (int i = 0; i < VECS; i++) {
-                const long at = k * V + j + i * LANES;
-                Vec s = add * value[i];
-                if (before) s += keep * load(before + at);
-                if (erase) s -= take * erased[i];
+                const long at = k * all + j + i * LANES;
+                Vec s = add * come[i];
+                if (BEFORE) s += keep * load(before + at);
+                if (TAKE) s -= take * gone[i];
                 store(now + at, s);
                 read[i] += meet * s;
             }
@@ -825,14 +860,14 @@ struct Steps {
         UNROLL for (int i = 0; i < VECS; i++) store(o + j + i * LANES, read[i]);
     }
 
-    void column(long K, long V, long j, const float* before, float* now, const float* erase, const float* along) {
+    void column(const Sizes& z, long j, const float* before, float* now, const float* erase, const float* along) {
         float erased = 0, read = 0;
         if (erase)
-            for (long k = 0; k < K; k++) erased += erase[k] * before[k * V + j];
-        for (long k = 0; k < K; k++) {
-            float s = p[k] * v[j] + (before ? d[k] * before[k * V + j] : 0);
+            for (long k = 0; k < z.K; k++) erased += erase[k] * before[k * z.all + j];
+        for (long k = 0; k < z.K; k++) {
+            float s = p[k] * v[j] + (before ? d[k] * before[k * z.all + j] : 0);
             if (erase) s -= along[k] * erased;
-            now[k * V + j] = s;
+            now[k * z.all + j] = s;
             read += r[k] * s;
         }
         o[j] = read;

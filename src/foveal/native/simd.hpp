@@ -7,6 +7,11 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(__linux__)
+#include <cerrno>
+#include <sys/mman.h>
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -182,6 +187,11 @@ struct View {  // [B, H, T, width]; strides in elements; data is null for a tens
     void* row(long b, long h, long t) const {
         return (char*)data + (b * batch + h * head + t * token) * (kind == FP32 ? 4 : 2);
     }
+    View from(long first) const {  // without the channels before the first
+        View v = *this;
+        v.data = (char*)data + first * channel * (kind == FP32 ? 4 : 2);
+        return v;
+    }
 };
 
 // n elements of a row as floats, times a factor
@@ -231,6 +241,23 @@ class Cursor {
     float* base_;
     size_t used_ = 0;
 };
+
+// Fresh memory of many MiB comes page by page, which costs as much as some of the products: ask for larger pages.
+// Linux only; whole huge pages of the range alone; where it is refused, nothing changes.
+INLINE void expect_writes(void* p, size_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    constexpr uintptr_t HUGE_PAGE = 2 << 20, LEAST = 2 * HUGE_PAGE;
+    const uintptr_t first = ((uintptr_t)p + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    const uintptr_t last = ((uintptr_t)p + bytes) / HUGE_PAGE * HUGE_PAGE;
+    if (p && bytes >= LEAST && first < last) {
+        const int before = errno;
+        (void)madvise((void*)first, last - first, MADV_HUGEPAGE);
+        errno = before;
+    }
+#else
+    (void)p, (void)bytes;
+#endif
+}
 
 class Block {  // aligned memory of a task; null if there is none to be had
    public:

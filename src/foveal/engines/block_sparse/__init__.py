@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from foveal.call import Backend, Call, Positions
-from foveal.engines.block_sparse import eager
+from foveal.engines.block_sparse import eager, native
 from foveal.engines.softmax import SoftmaxAttention
 
 
@@ -156,5 +156,8 @@ class BlockSparse(SoftmaxAttention):
         return None
 
     def backends(self, call: Call) -> list[Backend]:
-        """The torch forms, which run every call."""
-        return [Backend("torch", functools.partial(eager.run, self))]
+        """The compiled kernel, and torch operations, which run every call."""
+        return [
+            Backend("native", functools.partial(native.run, self), native.why_not(self, call)),
+            Backend("torch", functools.partial(eager.run, self)),
+        ]

@@ -13,7 +13,8 @@ from foveal.engines.softmax.eager import combine, final_state, floats, grouped, 
 from foveal.precision import upcast
 
 if TYPE_CHECKING:
-    from foveal.engines.block_sparse import Blocks, BlockSparse, Choice, Queries
+    from foveal.engines.block_sparse import Blocks, BlockSparse, Queries
+    from foveal.state import ChainedState, KeyValueState, State
 
 ROWS = 128  # most queries in a tile
 SCORES = 1 << 22  # scores per slab of tiles: 16 MB in fp32
@@ -47,28 +48,53 @@ class Layout:
         return x.gather(2, index).view(B, G, *self.position.shape, X).where(self.real[:, None, ..., None], 0)
 
 
-def run(spec: BlockSparse, call: Call) -> Result:
-    """Choose blocks, then attend to them; fp32 for half precision."""
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A call with its keys laid out and its blocks chosen."""
+
+    call: Call
+    at: Positions
+    layout: Layout
+    queries: Queries
+    blocks: Tensor
+    columns: Tensor | None
+
+
+def prepare(spec: BlockSparse, call: Call) -> tuple[Work | None, KeyValueState | ChainedState | None]:
+    """Choose what each query reads, in fp32 for half precision; None if there is nothing to read or nobody asks."""
     call = skip_hidden(with_state(call, spec.carried))
     state = final_state(spec, call) if call.want_state else None
-    call = call.replace(q=upcast(call.q), k=upcast(call.k), v=upcast(call.v))
-    B, H, T, _ = call.q.shape
     if call.k.numel() == 0 or call.q.numel() == 0:
-        lse = call.q.new_full((B, H, T), -torch.inf) if call.want_lse else None
-        return Result(nothing(call), state, lse)
-    at = call.positions()
-    layout, queries = lay_out(spec, call), lay_out_queries(spec, call, at)
-    choice = chosen_blocks(spec, call, layout, queries)
-    chosen = per_query(choice.blocks, queries)
+        return None, state
+    wide = call.replace(q=upcast(call.q), k=upcast(call.k))
+    at = wide.positions()
+    layout, queries = lay_out(spec, wide), lay_out_queries(spec, wide, at)
+    return Work(call, at, layout, queries, *chosen_blocks(spec, wide, layout, queries)), state
+
+
+def run(spec: BlockSparse, call: Call) -> Result:
+    """Choose blocks, then attend to them in torch operations."""
+    work, state = prepare(spec, call)
+    if work is None:
+        return empty(call, state)
+    call = work.call.replace(q=upcast(work.call.q), k=upcast(work.call.k), v=upcast(work.call.v))
+    chosen = per_query(work.blocks, work.queries)
     compute = parallel if call.form == "parallel" else chunked
-    output, lse = compute(spec, call, layout, chosen, at)
-    if choice.columns is not None:
-        output, lse = combine([(output, lse), column_attention(spec, call, layout, chosen, choice.columns, at)])
+    output, lse = compute(spec, call, work.layout, chosen, work.at)
+    if work.columns is not None:
+        columns = column_attention(spec, call, work.layout, chosen, work.columns, work.at)
+        output, lse = combine([(output, lse), columns])
     return Result(output, state, lse if call.want_lse else None)
 
 
-def chosen_blocks(spec: BlockSparse, call: Call, layout: Layout, queries: Queries) -> Choice:
-    """What the mechanism reads, bool [B, H, M, N], without blocks that hold nothing for a query."""
+def empty(call: Call, state: State | None) -> Result:
+    """The result of a call without queries or without keys."""
+    lse = upcast(call.q).new_full(call.q.shape[:3], -torch.inf) if call.want_lse else None
+    return Result(nothing(call), state, lse)
+
+
+def chosen_blocks(spec: BlockSparse, call: Call, layout: Layout, queries: Queries) -> tuple[Tensor, Tensor | None]:
+    """What the mechanism reads, bool [B, H, M, N] without blocks that hold nothing for a query, and single keys."""
     from foveal.engines.block_sparse import Choice
 
     keys = as_blocks(call, layout)
@@ -76,7 +102,7 @@ def chosen_blocks(spec: BlockSparse, call: Call, layout: Layout, queries: Querie
     blocks, columns = (choice.blocks, choice.columns) if isinstance(choice, Choice) else (choice, None)
     if call.causal:
         blocks = blocks & (keys.first <= queries.last)
-    return Choice(blocks.expand(*call.q.shape[:2], queries.slot.shape[1], len(layout.part)), columns)
+    return blocks.expand(*call.q.shape[:2], queries.slot.shape[1], len(layout.part)), columns
 
 
 def per_query(blocks: Tensor, queries: Queries) -> Tensor:

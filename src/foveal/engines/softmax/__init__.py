@@ -39,8 +39,14 @@ class SoftmaxAttention(Mechanism):
         """Change of the scaled scores [B, H, T, S], or None for none."""
         return None
 
+    def score_terms(self, heads: int) -> tuple[float, list[float] | None] | None:
+        """The score function as a soft cap (0: none) and a slope of the distance per head (None: none), which compiled
+        kernels know; None if it is something else.
+        """
+        return (0.0, None) if type(self).score_mod is SoftmaxAttention.score_mod else None
+
     def mask_mod(self, **inputs: Tensor) -> MaskMod | None:
-        """Which keys may be seen beside causality and the user's mask, or None for all."""
+        """Which keys may be seen beside causality, :meth:`reach` and the user's mask, or None for all."""
         return None
 
     def sink_logits(self, **inputs: Tensor) -> Tensor | None:
@@ -63,7 +69,7 @@ class SoftmaxAttention(Mechanism):
         return super().variables() | {"seen": before + 1 + always}
 
     def backends(self, call: Call) -> list[Backend]:
-        """SDPA for what it knows, our tiled form for the rest."""
+        """The compiled kernel, torch's SDPA and our tiled form in torch operations."""
         return backends.backends(self, call)
 
     def check_state(self, state: State, call: Call, rows: int) -> None:

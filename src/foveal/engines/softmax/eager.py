@@ -43,6 +43,14 @@ def grouped(left: Tensor, right: Tensor) -> Tensor:
 def visibility(spec: SoftmaxAttention, call: Call, at: Positions, inputs: dict[str, Tensor]) -> Tensor:
     """Which key each query may see, bool, broadcastable to [B, H, T, S]; the user's own mask is applied elsewhere."""
     visible = (at.k <= at.q) | (not call.causal)
+    before, after = spec.reach()
+    if before is not None or after is not None:
+        inside = torch.ones_like(visible)
+        if before is not None:
+            inside = inside & (at.q - at.k <= before)
+        if after is not None:
+            inside = inside & (at.k - at.q <= after)
+        visible = visible & (inside | ((at.k >= 0) & (at.k < spec.always_visible())))
     mask_mod = spec.mask_mod(**inputs)
     return visible if mask_mod is None else visible & mask_mod(at)
 
@@ -206,12 +214,18 @@ def run(spec: SoftmaxAttention, call: Call) -> Result:
         wide = wide.replace(bias=call.bias.to(wide.q.dtype))
     inputs = floats(call)
     output, lse = (parallel if call.form == "parallel" else chunked)(spec, wide, inputs)
-    sink = spec.sink_logits(**inputs)
-    if sink is not None:
-        sink, empty = sink[:, None].expand_as(lse), lse == -torch.inf
-        output = output * (lse - sink).masked_fill(empty, -torch.inf).sigmoid()[..., None]
-        lse = torch.where(empty, sink, torch.logaddexp(lse.masked_fill(empty, 0.0), sink))
+    output, lse = with_sinks(spec, call, output, lse)
     return Result(output, state, lse if call.want_lse else None)
+
+
+def with_sinks(spec: SoftmaxAttention, call: Call, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Let each head's sink logit take part in the sums of a result without it."""
+    sink = spec.sink_logits(**floats(call))
+    if sink is None:
+        return output, lse
+    sink, empty = sink[:, None].expand_as(lse), lse == -torch.inf
+    share = (lse - sink).masked_fill(empty, -torch.inf).sigmoid()[..., None]
+    return output * share, torch.where(empty, sink, torch.logaddexp(lse.masked_fill(empty, 0.0), sink))
 
 
 def sdpa(spec: SoftmaxAttention, call: Call) -> Result:

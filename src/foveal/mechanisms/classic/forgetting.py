@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foveal.call import Backend, Call, Result
-from foveal.engines.softmax import SoftmaxAttention, eager
+from foveal.engines.softmax import SoftmaxAttention, eager, native
+from foveal.engines.softmax.backends import run_native
 from foveal.spec import Cost, Input, Limit, Paper
 from foveal.state import ChainedState, KeyValueState, State
 
@@ -55,6 +56,7 @@ class Forgetting(SoftmaxAttention, name="forgetting"):
     def backends(self, call: Call) -> list[Backend]:
         why = "in half precision it would round the sums of the gates"
         return [
+            Backend("native", functools.partial(run_native, self), native.why_not(self, call)),
             Backend("torch", functools.partial(eager.run, self)),
             Backend("sdpa", functools.partial(eager.sdpa, self), why),
         ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foveal.call import Positions
-from foveal.engines.softmax import MaskMod, ScoreMod, SoftmaxAttention
+from foveal.engines.softmax import ScoreMod, SoftmaxAttention
 from foveal.spec import Cost, Input, Limit, Paper
 
 
@@ -93,16 +93,8 @@ class Softmax(SoftmaxAttention, name="softmax"):
     def always_visible(self) -> int:
         return self.sinks
 
-    def mask_mod(self, **inputs: Tensor) -> MaskMod | None:
-        left, right = self.reach()
-        if left is None or right is None:
-            return None
-
-        def near(at: Positions) -> Tensor:
-            inside = (at.q - at.k <= left) & (at.k - at.q <= right)
-            return inside | ((at.k >= 0) & (at.k < self.sinks))
-
-        return near
+    def score_terms(self, heads: int) -> tuple[float, list[float] | None]:
+        return self.softcap or 0.0, alibi_slopes(heads) if self.alibi else None
 
     def score_mod(self, **inputs: Tensor) -> ScoreMod | None:
         if self.softcap is None and not self.alibi:

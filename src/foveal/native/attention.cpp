@@ -1,0 +1,201 @@
+// The attention kernels of one instruction set: how a call is read and shared out among threads.
+#include "attention.hpp"
+
+#include "kernels.hpp"
+
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+
+namespace {
+namespace attention {
+
+// A call as a flat list of 64-bit words: see engines/softmax/native.py, which writes it.
+struct Words {
+    const int64_t* at;
+    long number() { return (long)*at++; }
+    template <class T>
+    T* pointer() { return (T*)(intptr_t)*at++; }
+    View view() {
+        View v;
+        v.data = pointer<void>();
+        v.batch = *at++;
+        v.head = *at++;
+        v.token = *at++;
+        v.channel = *at++;
+        v.kind = *at++;
+        return v;
+    }
+    Table table() {
+        Table t;
+        t.data = pointer<const int32_t>();
+        t.batch = *at++;
+        t.head = *at++;
+        return t;
+    }
+    Field field() {
+        Field f;
+        f.data = pointer<const void>();
+        f.batch = *at++;
+        f.head = *at++;
+        f.row = *at++;
+        f.column = *at++;
+        return f;
+    }
+};
+
+void parse(const int64_t* words, const double* reals, int64_t what, Call& x) {
+    Words in{words};
+    x.B = in.number();
+    x.H = in.number();
+    x.G = in.number();
+    x.T = in.number();
+    x.S = in.number();
+    x.K = in.number();
+    x.V = in.number();
+    x.N = in.number();
+    x.size = in.number();
+    x.together = in.number();
+    x.shown_size = in.number();
+    x.scale = (float)reals[0];
+    x.cap = (float)reals[1];
+    View* views[] = {&x.q, &x.k, &x.v};
+    Table* tables[] = {&x.choice, &x.low, &x.high, &x.top, &x.place, &x.slot, &x.position};
+    Field* fields[] = {&x.chosen, &x.shown, &x.bias, &x.mask};
+    for (View* v : views) *v = in.view();
+    for (Table* t : tables) *t = in.table();
+    for (Field* f : fields) *f = in.field();
+    x.slopes = in.pointer<const float>();
+    x.output = in.view();
+    x.lse = in.pointer<float>();
+    if (what == FORWARD) return;
+    x.grad_output = in.view();
+    x.grad_lse = in.pointer<const float>();
+    x.grad_q = in.pointer<float>();
+    x.grad_k = in.pointer<float>();
+    x.grad_v = in.pointer<float>();
+    x.grad_bias = in.pointer<float>();
+}
+
+// Run body(worker state, task) for every task; tasks are taken from a counter, so that uneven ones keep threads busy.
+// Returns 0, or 1 if there was no memory.
+template <class Work, class Body>
+int share(const Call& x, const Threads& threads, int64_t tasks, bool small, const Body& body) {
+    Cursor count(nullptr);
+    Work measure(count, x);
+    struct Shared {
+        const Call& x;
+        const Body& body;
+        size_t floats;
+        int64_t tasks, next, failed;
+    } shared{x, body, count.used(), tasks, 0, 0};
+    auto loop = [](int64_t, int64_t, void* context) {
+        Shared& s = *(Shared*)context;
+        FlushDenormals flush;
+        Block block(s.floats);
+        if (!block.data()) {
+            __atomic_store_n(&s.failed, 1, __ATOMIC_RELAXED);
+            return;
+        }
+        Cursor cursor(block.data());
+        Work work(cursor, s.x);
+        for (int64_t n; (n = __atomic_fetch_add(&s.next, 1, __ATOMIC_RELAXED)) < s.tasks;) s.body(work, n);
+    };
+    const int64_t workers = threads.count < tasks ? threads.count : tasks;
+    if (threads.run && workers > 1 && !small) {
+        if (threads.run(0, workers, 1, loop, &shared)) return 2;
+    } else {
+        loop(0, 1, &shared);
+    }
+    return (int)shared.failed;
+}
+
+// How tasks are cut never depends on the number of threads, so that results do not either.
+constexpr long ENOUGH = 16;  // tasks, below which blocks are shared out, too
+constexpr long LEAST = 4;    // blocks of a share
+
+int forward(const Call& x, const Threads& threads) {
+    const long parts = x.parts(), tasks = x.B * x.lanes() * parts;
+    if (!tasks) return 0;
+    const long most = x.N / LEAST > 1 ? x.N / LEAST : 1, wanted = (ENOUGH + tasks - 1) / tasks;
+    const long shares = wanted < most ? wanted : most;
+    const bool small = x.B * x.H * x.T * x.S * (x.K + x.V) < 1 << 16;
+    const auto place = [&](int64_t task, long& b, long& lane, long& part) {
+        part = task % parts;
+        lane = task / parts % x.lanes();
+        b = task / parts / x.lanes();
+    };
+    if (shares == 1)
+        return share<Forward>(x, threads, tasks, small, [&](Forward& work, int64_t task) {
+            long b, lane, part;
+            place(tasks - 1 - task, b, lane, part);  // under causality the last parts are the longest
+            Forward::blank(x, b, lane, part);
+            work.run(x, b, lane, part, 0, x.N);
+            work.finish(x);
+        });
+    const size_t floats = x.part() * (x.Vp() + LANES);
+    Block partial(tasks * shares * floats);
+    if (!partial.data()) return 1;
+    const int failed = share<Forward>(x, threads, tasks * shares, small, [&](Forward& work, int64_t n) {
+        const long task = n / shares, s = n % shares;
+        long b, lane, part;
+        place(task, b, lane, part);
+        work.run(x, b, lane, part, x.N * s / shares, x.N * (s + 1) / shares);
+        work.keep(x, partial.data() + n * floats);
+    });
+    if (failed) return failed;
+    return share<Forward>(x, threads, tasks, small, [&](Forward& work, int64_t task) {
+        long b, lane, part;
+        place(task, b, lane, part);
+        Forward::blank(x, b, lane, part);
+        work.join(x, b, lane, part, partial.data() + task * shares * floats, shares);
+    });
+}
+
+int backward(const Call& x, const Threads& threads) {
+    const long heads = x.B * x.G, parts = x.parts();  // of keys
+    if (!heads || !parts) return 0;
+    const long beside = x.lanes() / x.G, wanted = (ENOUGH / 2 + heads * beside - 1) / (heads * beside);
+    const long pieces = wanted < parts ? wanted : parts;  // of a lane
+    const size_t keys = x.S * x.K, values = x.S * x.V, biases = x.grad_bias ? x.together * x.S : 0;
+    const size_t floats = keys + values + biases;
+    const long writers = beside * pieces;  // that meet in the gradients of one key head; the first adds to the result
+    Block own(writers > 1 ? heads * (writers - 1) * floats : 0);
+    if (!own.data()) return 1;
+    int failed = share<Backward>(x, threads, heads * writers, false, [&](Backward& work, int64_t task) {
+        const long head = task / writers, writer = task % writers, lane = head % x.G * beside + writer / pieces;
+        float *k = x.grad_k + head * keys, *v = x.grad_v + head * values;
+        float* bias = x.grad_bias ? x.grad_bias + (head / x.G * x.lanes() + lane) * biases : nullptr;
+        if (writer) {
+            k = own.data() + (head * (writers - 1) + writer - 1) * floats;
+            v = k + keys;
+            memset(k, 0, floats * 4);
+            if (writer % pieces) bias = biases ? v + values : nullptr;  // the first piece of a lane is alone there
+        }
+        work.run(x, head / x.G, lane, writer % pieces, pieces, k, v, bias);
+    });
+    if (failed || writers == 1) return failed;
+    struct Nothing {
+        Nothing(Cursor&, const Call&) {}
+    };
+    return share<Nothing>(x, threads, heads, false, [&](Nothing&, int64_t head) {
+        for (long writer = 1; writer < writers; writer++) {
+            const float* from = own.data() + (head * (writers - 1) + writer - 1) * floats;
+            const long lane = head % x.G * beside + writer / pieces;
+            float* targets[] = {x.grad_k + head * keys, x.grad_v + head * values,
+                                x.grad_bias + (head / x.G * x.lanes() + lane) * biases};
+            const size_t sizes[] = {keys, values, writer % pieces ? biases : 0};
+            for (int n = 0; n < 3; from += sizes[n], n++)
+                for (size_t i = 0; i < sizes[n]; i++) targets[n][i] += from[i];
+        }
+    });
+}
+
+}  // namespace attention
+}  // namespace
+
+extern "C" int JOIN(foveal_attention_, ISA)(const int64_t* words, const double* reals, int64_t what,
+                                            const Threads* threads) {
+    attention::Call x;
+    attention::parse(words, reals, what, x);
+    return what == FORWARD ? attention::forward(x, *threads) : attention::backward(x, *threads);
+}
