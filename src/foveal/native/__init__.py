@@ -16,7 +16,7 @@ from torch import Tensor
 
 NAMES = ("libfoveal.so", "libfoveal.dylib")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-NOTHING = (0,) * 6
+DENSE = -1  # the kind of a tensor whose strides follow from its shape
 
 
 def _found() -> ctypes.CDLL | None:
@@ -77,8 +77,12 @@ def isa() -> str:
 
 
 def view(x: Tensor | None) -> tuple[int, ...]:
-    """A [B, H, T, width] tensor as the kernels take it: address, four strides in elements, kind."""
-    return NOTHING if x is None else (x.data_ptr(), *x.stride(), KINDS[x.dtype])
+    """A [B, H, T, width] tensor as the kernels take it: address and kind, and four strides unless it is plain fp32."""
+    if x is None:
+        return 0, DENSE
+    if x.dtype is torch.float32 and x.is_contiguous():
+        return x.data_ptr(), DENSE
+    return x.data_ptr(), KINDS[x.dtype], *x.stride()
 
 
 def address(x: Tensor | None) -> int:

@@ -9,42 +9,26 @@
 namespace {
 namespace attention {
 
-// A call as a flat list of 64-bit words: see engines/softmax/native.py, which writes it.
-struct Words {
-    const int64_t* at;
-    long number() { return (long)*at++; }
-    template <class T>
-    T* pointer() { return (T*)(intptr_t)*at++; }
-    View view() {
-        View v;
-        v.data = pointer<void>();
-        v.batch = *at++;
-        v.head = *at++;
-        v.token = *at++;
-        v.channel = *at++;
-        v.kind = *at++;
-        return v;
-    }
-    Table table() {
-        Table t;
-        t.data = pointer<const int32_t>();
-        t.batch = *at++;
-        t.head = *at++;
-        return t;
-    }
-    Field field() {
-        Field f;
-        f.data = pointer<const void>();
-        f.batch = *at++;
-        f.head = *at++;
-        f.row = *at++;
-        f.column = *at++;
-        return f;
-    }
-};
+Table table(Words& in) {
+    Table t;
+    t.data = in.pointer<const int32_t>();
+    t.batch = *in.at++;
+    t.head = *in.at++;
+    return t;
+}
+
+Field field(Words& in) {
+    Field f;
+    f.data = in.pointer<const void>();
+    f.batch = *in.at++;
+    f.head = *in.at++;
+    f.row = *in.at++;
+    f.column = *in.at++;
+    return f;
+}
 
 void parse(const int64_t* words, const double* reals, int64_t what, Call& x) {
-    Words in{words};
+    Words in{words};  // written by engines/softmax/native.py
     x.B = in.number();
     x.H = in.number();
     x.G = in.number();
@@ -58,17 +42,18 @@ void parse(const int64_t* words, const double* reals, int64_t what, Call& x) {
     x.shown_size = in.number();
     x.scale = (float)reals[0];
     x.cap = (float)reals[1];
-    View* views[] = {&x.q, &x.k, &x.v};
     Table* tables[] = {&x.choice, &x.low, &x.high, &x.top, &x.place, &x.slot, &x.position};
     Field* fields[] = {&x.chosen, &x.shown, &x.bias, &x.mask};
-    for (View* v : views) *v = in.view();
-    for (Table* t : tables) *t = in.table();
-    for (Field* f : fields) *f = in.field();
+    x.q = in.view(x.H, x.T, x.K);
+    x.k = in.view(x.G, x.S, x.K);
+    x.v = in.view(x.G, x.S, x.V);
+    for (Table* t : tables) *t = table(in);
+    for (Field* f : fields) *f = field(in);
     x.slopes = in.pointer<const float>();
-    x.output = in.view();
+    x.output = in.view(x.H, x.T, x.V);
     x.lse = in.pointer<float>();
     if (what == FORWARD) return;
-    x.grad_output = in.view();
+    x.grad_output = in.view(x.H, x.T, x.V);
     x.grad_lse = in.pointer<const float>();
     x.grad_q = in.pointer<float>();
     x.grad_k = in.pointer<float>();

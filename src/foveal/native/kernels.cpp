@@ -8,35 +8,8 @@
 
 namespace {
 
-// A call as a flat list of 64-bit words: see engines/recurrence/native.py, which writes it.
-struct Reader {
-    const int64_t* at;
-    long number() { return (long)*at++; }
-    template <class T>
-    T* pointer() { return (T*)(intptr_t)*at++; }
-    // address and kind, then four strides; fp32 in the order of its axes [B, H, T, width] has kind -1 and no strides
-    View view(const Sizes& z, long width) {
-        View v;
-        v.data = pointer<void>();
-        v.kind = *at++;
-        if (v.kind < 0) {
-            v.kind = FP32;
-            v.channel = 1;
-            v.token = width;
-            v.head = z.T * width;
-            v.batch = z.H * v.head;
-            return v;
-        }
-        v.batch = *at++;
-        v.head = *at++;
-        v.token = *at++;
-        v.channel = *at++;
-        return v;
-    }
-};
-
 void parse(const int64_t* words, double scale, int64_t what, Sizes& z, Arguments& x) {
-    Reader in{words};
+    Words in{words};  // written by engines/recurrence/native.py
     z.B = in.number();
     z.H = in.number();
     z.T = in.number();
@@ -53,10 +26,10 @@ void parse(const int64_t* words, double scale, int64_t what, Sizes& z, Arguments
     z.Vp = round_up(z.columns, LANES);
     const long decay = z.decay == CHANNEL ? z.K : 1, widths[] = {z.K, z.K, z.V, decay, z.K, z.K};
     View* const letters[] = {&x.read, &x.write, &x.value, &x.decay, &x.erase_u, &x.erase_w};
-    for (int i = 0; i < 6; i++) *letters[i] = in.view(z, widths[i]);
+    for (int i = 0; i < 6; i++) *letters[i] = in.view(z.H, z.T, widths[i]);
     x.state = in.pointer<float>();
     x.normalizer = in.pointer<float>();
-    x.output = in.view(z, z.V);
+    x.output = in.view(z.H, z.T, z.V);
     x.last_state = in.pointer<float>();
     x.last_normalizer = in.pointer<float>();
     x.entering = x.written = x.weight = nullptr;
@@ -65,9 +38,9 @@ void parse(const int64_t* words, double scale, int64_t what, Sizes& z, Arguments
     x.written = in.pointer<float>();
     x.weight = in.pointer<float>();
     if (what == FORWARD) return;
-    x.grad_output = in.view(z, z.V);
+    x.grad_output = in.view(z.H, z.T, z.V);
     View* const grads[] = {&x.grad_read, &x.grad_write, &x.grad_value, &x.grad_decay, &x.grad_u, &x.grad_w};
-    for (int i = 0; i < 6; i++) *grads[i] = in.view(z, widths[i]);
+    for (int i = 0; i < 6; i++) *grads[i] = in.view(z.H, z.T, widths[i]);
     x.grad_last_state = in.pointer<float>();
     x.grad_last_normalizer = in.pointer<float>();
     x.grad_state = in.pointer<float>();

@@ -194,6 +194,33 @@ struct View {  // [B, H, T, width]; strides in elements; data is null for a tens
     }
 };
 
+// A call as a flat list of 64-bit words, which Python writes.
+struct Words {
+    const int64_t* at;
+    long number() { return (long)*at++; }
+    template <class T>
+    T* pointer() { return (T*)(intptr_t)*at++; }
+    // address and kind, then four strides; fp32 in the order of its axes [B, heads, tokens, width] is -1 and no strides
+    View view(long heads, long tokens, long width) {
+        View v;
+        v.data = pointer<void>();
+        v.kind = *at++;
+        if (v.kind < 0) {
+            v.kind = FP32;
+            v.channel = 1;
+            v.token = width;
+            v.head = tokens * width;
+            v.batch = heads * v.head;
+            return v;
+        }
+        v.batch = *at++;
+        v.head = *at++;
+        v.token = *at++;
+        v.channel = *at++;
+        return v;
+    }
+};
+
 // n elements of a row as floats, times a factor
 INLINE void read_row(const View& v, const void* row, long n, float factor, float* out) {
     const long s = v.channel;

@@ -18,8 +18,6 @@ from foveal.state import RecurrentState
 CHUNK = 64
 STEPS = 4  # up to so many tokens go one after the other: below, a chunk's set-up costs more than it saves
 FORWARD, BACKWARD, STEP = range(3)
-DENSE = -1
-NOTHING = (0, DENSE)
 OPTIONAL = ("log_decay", "u", "w", "state", "normalizer")
 
 _library: Any = torch.library.Library("foveal", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -78,7 +76,7 @@ def _forward(
     output, *others = outputs
     words = _sizes(read, write, value, log_decay, u, w, normalize)
     state, normalizer = (x if x is None else x.contiguous() for x in (state, normalizer))
-    words += native.address(state), native.address(normalizer), *_view(output), *map(native.address, others)
+    words += native.address(state), native.address(normalizer), *native.view(output), *map(native.address, others)
     # what a backward pass needs is made chunk by chunk, so steps that save anything run as chunks
     native.recurrence(words, scale, STEP if steps and not save else FORWARD)
     return outputs
@@ -115,19 +113,10 @@ def _step(
     if normalizer is not None:
         normalizer = normalizer.contiguous()
         weights = normalizer.data_ptr()
-    words += before, weights, output.data_ptr(), DENSE, last.data_ptr()
+    words += before, weights, output.data_ptr(), native.DENSE, last.data_ptr()
     words.append(0 if last_normalizer is None else last_normalizer.data_ptr())
     native.recurrence(words, scale, STEP)
     return output, last, last_normalizer
-
-
-def _view(x: Tensor | None) -> tuple[int, ...]:
-    """A [B, H, T, width] tensor as the kernel takes it: address and kind, and four strides unless it is plain fp32."""
-    if x is None:
-        return NOTHING
-    if x.dtype is torch.float32 and x.is_contiguous():
-        return x.data_ptr(), DENSE
-    return x.data_ptr(), native.KINDS[x.dtype], *x.stride()
 
 
 def _sizes(
@@ -144,7 +133,8 @@ def _sizes(
     erase = 0 if w is None else 1 if u is None else 2
     return [
         *read.shape, value.shape[-1], decay, erase, normalize,
-        *_view(read), *_view(write), *_view(value), *_view(log_decay), *_view(u), *_view(w),
+        *native.view(read), *native.view(write), *native.view(value), *native.view(log_decay),
+        *native.view(u), *native.view(w),
     ]  # fmt: skip
 
 
@@ -203,11 +193,11 @@ def _backward(
     *rows, grad_state, grad_normalizer = grads
     grad_last, grad_last_normalizer = (x if x is None else x.contiguous() for x in (grad_last, grad_last_normalizer))
     words = _sizes(*letters, normalize)
-    words += 0, 0, *_view(output), 0, 0
+    words += 0, 0, *native.view(output), 0, 0
     words += map(native.address, (entering, written, weight))
-    words += _view(grad_output)
+    words += native.view(grad_output)
     for x, grad in zip(letters, rows, strict=True):
-        words += NOTHING if x is None else _view(grad)
+        words += native.view(None if x is None else grad)
     words += map(native.address, (grad_last, grad_last_normalizer, grad_state, grad_normalizer))
     native.recurrence(words, scale, BACKWARD)
     return grads
