@@ -293,7 +293,7 @@ def compile_kernels(folder: pathlib.Path) -> None:
         *march,
     ]
     names = [f"-DISA={isa}", f"-DLANES={lanes}", f"-DFOVEAL_ISAS(X)=X({isa})"]
-    sources = [str(folder / name) for name in ("kernels.cpp", "dispatch.cpp")]
+    sources = [str(folder / name) for name in ("kernels.cpp", "attention.cpp", "dispatch.cpp")]
     compiler = os.environ.get("CXX", "c++")
     subprocess.run([compiler, *flags, *names, *sources, "-o", str(folder / "libfoveal.so")], check=True)
 
