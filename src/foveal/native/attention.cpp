@@ -1,10 +1,7 @@
 // The attention kernels of one instruction set: how a call is read and shared out among threads.
 #include "attention.hpp"
 
-#include "kernels.hpp"
-
-#define JOIN_(a, b) a##b
-#define JOIN(a, b) JOIN_(a, b)
+#include "share.hpp"
 
 namespace {
 namespace attention {
@@ -61,56 +58,25 @@ void parse(const int64_t* words, const double* reals, int64_t what, Call& x) {
     x.grad_bias = in.pointer<float>();
 }
 
-// Run body(worker state, task) for every task; tasks are taken from a counter, so that uneven ones keep threads busy.
-// Returns 0, or 1 if there was no memory.
-template <class Work, class Body>
-int share(const Call& x, const Threads& threads, int64_t tasks, bool small, const Body& body) {
-    Cursor count(nullptr);
-    Work measure(count, x);
-    struct Shared {
-        const Call& x;
-        const Body& body;
-        size_t floats;
-        int64_t tasks, next, failed;
-    } shared{x, body, count.used(), tasks, 0, 0};
-    auto loop = [](int64_t, int64_t, void* context) {
-        Shared& s = *(Shared*)context;
-        FlushDenormals flush;
-        Block block(s.floats);
-        if (!block.data()) {
-            __atomic_store_n(&s.failed, 1, __ATOMIC_RELAXED);
-            return;
-        }
-        Cursor cursor(block.data());
-        Work work(cursor, s.x);
-        for (int64_t n; (n = __atomic_fetch_add(&s.next, 1, __ATOMIC_RELAXED)) < s.tasks;) s.body(work, n);
-    };
-    const int64_t workers = threads.count < tasks ? threads.count : tasks;
-    if (threads.run && workers > 1 && !small) {
-        if (threads.run(0, workers, 1, loop, &shared)) return 2;
-    } else {
-        loop(0, 1, &shared);
-    }
-    return (int)shared.failed;
-}
-
 // How tasks are cut never depends on the number of threads, so that results do not either.
 constexpr long ENOUGH = 16;  // tasks, below which blocks are shared out, too
 constexpr long LEAST = 4;    // blocks of a share
 
-int forward(const Call& x, const Threads& threads) {
+int forward(const Call& x, const Threads& all) {
     const long parts = x.parts(), tasks = x.B * x.lanes() * parts;
     if (!tasks) return 0;
     const long most = x.N / LEAST > 1 ? x.N / LEAST : 1, wanted = (ENOUGH + tasks - 1) / tasks;
     const long shares = wanted < most ? wanted : most;
-    const bool small = x.B * x.H * x.T * x.S * (x.K + x.V) < 1 << 16;
+    const Threads one = {nullptr, 1};
+    const bool small = x.B * x.H * x.T * x.S * (x.K + x.V) < 1 << 16;  // waking a thread would cost more
+    const Threads& threads = small ? one : all;
     const auto place = [&](int64_t task, long& b, long& lane, long& part) {
         part = task % parts;
         lane = task / parts % x.lanes();
         b = task / parts / x.lanes();
     };
     if (shares == 1)
-        return share<Forward>(x, threads, tasks, small, [&](Forward& work, int64_t task) {
+        return share<Forward>(x, threads, tasks, [&](Forward& work, int64_t task) {
             long b, lane, part;
             place(tasks - 1 - task, b, lane, part);  // under causality the last parts are the longest
             Forward::blank(x, b, lane, part);
@@ -120,7 +86,7 @@ int forward(const Call& x, const Threads& threads) {
     const size_t floats = x.part() * (x.Vp() + LANES);
     Block partial(tasks * shares * floats);
     if (!partial.data()) return 1;
-    const int failed = share<Forward>(x, threads, tasks * shares, small, [&](Forward& work, int64_t n) {
+    const int failed = share<Forward>(x, threads, tasks * shares, [&](Forward& work, int64_t n) {
         const long task = n / shares, s = n % shares;
         long b, lane, part;
         place(task, b, lane, part);
@@ -128,7 +94,7 @@ int forward(const Call& x, const Threads& threads) {
         work.keep(x, partial.data() + n * floats);
     });
     if (failed) return failed;
-    return share<Forward>(x, threads, tasks, small, [&](Forward& work, int64_t task) {
+    return share<Forward>(x, threads, tasks, [&](Forward& work, int64_t task) {
         long b, lane, part;
         place(task, b, lane, part);
         Forward::blank(x, b, lane, part);
@@ -146,7 +112,7 @@ int backward(const Call& x, const Threads& threads) {
     const long writers = beside * pieces;  // that meet in the gradients of one key head; the first adds to the result
     Block own(writers > 1 ? heads * (writers - 1) * floats : 0);
     if (!own.data()) return 1;
-    int failed = share<Backward>(x, threads, heads * writers, false, [&](Backward& work, int64_t task) {
+    int failed = share<Backward>(x, threads, heads * writers, [&](Backward& work, int64_t task) {
         const long head = task / writers, writer = task % writers, lane = head % x.G * beside + writer / pieces;
         float *k = x.grad_k + head * keys, *v = x.grad_v + head * values;
         float* bias = x.grad_bias ? x.grad_bias + (head / x.G * x.lanes() + lane) * biases : nullptr;
@@ -162,7 +128,7 @@ int backward(const Call& x, const Threads& threads) {
     struct Nothing {
         Nothing(Cursor&, const Call&) {}
     };
-    return share<Nothing>(x, threads, heads, false, [&](Nothing&, int64_t head) {
+    return share<Nothing>(x, threads, heads, [&](Nothing&, int64_t head) {
         for (long writer = 1; writer < writers; writer++) {
             const float* from = own.data() + (head * (writers - 1) + writer - 1) * floats;
             const long lane = head % x.G * beside + writer / pieces;

@@ -17,8 +17,6 @@ constexpr long FEW = 4;        // so few rows meet keys by scalar products: pack
 constexpr long CACHE = 65536;  // floats of a part's queries and sums
 constexpr float NEVER = -INFINITY;
 
-INLINE long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
-
 struct Table {  // numbers per batch, head and place; strides in elements, 0 where all are alike; data may be null
     const int32_t* data;
     int64_t batch, head;
@@ -55,9 +53,9 @@ struct Call {
     long lanes() const { return H / together; }  // sets of heads that share packed keys
     long rows() const { return together * T; }   // of one lane
     long kv(long lane) const { return lane * together / (H / G); }
-    long Kp() const { return padded(K); }
-    long Vp() const { return padded(V); }
-    long width() const { return padded(size); }
+    long Kp() const { return round_up(K, LANES); }
+    long Vp() const { return round_up(V, LANES); }
+    long width() const { return round_up(size, LANES); }
     long part() const {
         const long n = CACHE / (Kp() + Vp());
         return n < TILE ? TILE : n > 1024 ? 1024 : n / TILE * TILE;
@@ -180,6 +178,16 @@ struct Keys {
 INLINE bool reads(const Rows& r, long i, const Keys& keys) {
     if (r.chosen[i] && !r.chosen[i][keys.n]) return false;
     return (keys.least <= r.high[i] && keys.most >= r.low[i]) || keys.least < r.top[i];
+}
+
+// Find the keys of a block and list the rows that read some of them; returns how many do.
+INLINE long readers(const Call& x, const Rows& rows, Keys& keys, long block, int32_t* out) {
+    if (!keys.locate(x, rows.b, rows.lane * x.together, block)) return 0;
+    if ((keys.least > rows.most || keys.most < rows.least) && keys.least >= rows.first) return 0;
+    long count = 0;
+    for (long i = 0; i < rows.count; i++)
+        if (reads(rows, i, keys)) out[count++] = (int32_t)i;
+    return count;
 }
 
 // The soft cap of one row of scores, cap tanh(s / cap); the others' scores stay.
@@ -360,11 +368,7 @@ class Forward {
     }
 
     void block(const Call& x, long n) {
-        if (!keys_.locate(x, rows_.b, rows_.lane * x.together, n)) return;
-        if ((keys_.least > rows_.most || keys_.most < rows_.least) && keys_.least >= rows_.first) return;
-        long count = 0;
-        for (long i = 0; i < rows_.count; i++)
-            if (reads(rows_, i, keys_)) readers_[count++] = (int32_t)i;
+        const long count = readers(x, rows_, keys_, n, readers_);
         if (!count) return;
         const bool few = count <= FEW;
         keys_.pack(x, rows_.b, rows_.g, !few, false);
@@ -479,11 +483,7 @@ class Backward {
     }
 
     void block(const Call& x, long n, float* grad_k, float* grad_v, float* grad_bias) {
-        if (!keys_.locate(x, rows_.b, rows_.lane * x.together, n)) return;
-        if ((keys_.least > rows_.most || keys_.most < rows_.least) && keys_.least >= rows_.first) return;
-        long count = 0;
-        for (long i = 0; i < rows_.count; i++)
-            if (reads(rows_, i, keys_)) readers_[count++] = (int32_t)i;
+        const long count = readers(x, rows_, keys_, n, readers_);
         if (!count) return;
         keys_.pack(x, rows_.b, rows_.g, true, true);
         const long Kp = x.Kp(), Vp = x.Vp(), width = x.width();

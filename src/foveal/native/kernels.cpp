@@ -1,10 +1,7 @@
 // The kernels of one instruction set: compiled once per set with LANES and ISA given by the build.
-#include "kernels.hpp"
-
 #include "recurrence.hpp"
 
-#define JOIN_(a, b) a##b
-#define JOIN(a, b) JOIN_(a, b)
+#include "share.hpp"
 
 namespace {
 
@@ -71,41 +68,13 @@ long task_width(const Sizes& z, int64_t threads) {
     return parts < 2 ? z.V : round_up((z.V + parts - 1) / parts, TILE);
 }
 
-// Tasks are taken from a counter, so that uneven cores stay busy.  Returns 0, or 1 if memory ran out.
 template <class Work>
 int over_heads(const Sizes& z, const Arguments& x, const Threads& threads, long width) {
     const long parts = width ? (z.V + width - 1) / width : 0;
     const Sizes widest = z.part(0, width);
-    Cursor count(nullptr);
-    Work measure(count, widest);
-    struct Shared {
-        const Sizes &z, &widest;
-        const Arguments& x;
-        size_t floats;
-        long parts;
-        int64_t next, failed;
-    } shared{z, widest, x, count.used(), parts, 0, 0};
-    auto body = [](int64_t, int64_t, void* context) {
-        Shared& s = *(Shared*)context;
-        FlushDenormals flush;
-        Block block(s.floats);
-        if (!block.data()) {
-            __atomic_store_n(&s.failed, 1, __ATOMIC_RELAXED);
-            return;
-        }
-        Cursor cursor(block.data());
-        Work work(cursor, s.widest);
-        const int64_t tasks = s.z.B * s.z.H * s.parts;
-        for (int64_t i; (i = __atomic_fetch_add(&s.next, 1, __ATOMIC_RELAXED)) < tasks;)
-            work.head(s.x, s.z.part(i % s.parts * s.widest.V, s.widest.V), i / s.parts);
-    };
-    const int64_t tasks = z.B * z.H * parts, workers = threads.count < tasks ? threads.count : tasks;
-    if (threads.run && workers > 1) {
-        if (threads.run(0, workers, 1, body, &shared)) return 2;
-    } else {
-        body(0, 1, &shared);
-    }
-    return (int)shared.failed;
+    return share<Work>(widest, threads, z.B * z.H * parts, [&](Work& work, int64_t task) {
+        work.head(x, z.part(task % parts * width, width), task / parts);
+    });
 }
 
 }  // namespace

@@ -9,3 +9,7 @@ struct Threads {
 };
 
 enum What : int64_t { FORWARD = 0, BACKWARD = 1, STEP = 2 };
+
+// The name of a function, with the instruction set that it is compiled for.
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)

@@ -23,8 +23,6 @@ constexpr long BLOCKS = CHUNK / BLOCK;
 enum Decay : int64_t { NONE = 0, HEAD = 1, CHANNEL = 2 };
 enum Erase : int64_t { KEEP = 0, WRITTEN = 1, OTHER = 2 };
 
-INLINE long round_up(long n, long to) { return (n + to - 1) / to * to; }
-
 struct Sizes {
     long B, H, T, K, V;
     long first, all;  // a task may take only some columns: the first of its V, and how many there are

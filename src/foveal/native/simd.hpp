@@ -21,6 +21,8 @@ typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef float Loose __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
 
+INLINE long round_up(long n, long to) { return (n + to - 1) / to * to; }
+
 INLINE Vec load(const float* p) { return *(const Loose*)p; }
 INLINE void store(float* p, Vec v) { *(Loose*)p = v; }
 INLINE Vec splat(float x) { return x - (Vec){}; }
@@ -107,7 +109,7 @@ static void product(long rows, long width, long depth, Left a, const float* b, l
         const long left = rows - i, n = left >= TILE_ROWS ? TILE_ROWS : left >= 4 ? 4 : left >= 2 ? 2 : 1;
         long wide = width, from = 0, to = depth;
         if (PART == Part::LowerOut) {
-            wide = (i + n + LANES - 1) / LANES * LANES;
+            wide = round_up(i + n, LANES);
             wide = wide < width ? wide : width;
         }
         if (PART == Part::LowerLeft) to = i + n < depth ? i + n : depth;
